@@ -1,0 +1,184 @@
+"""The recorded expression behind a deferred scalar, taken out of the deferred tensors: leaves, constants, steps.
+
+An expression can be replayed on real tensors (the whole batch, exactly as the script wrote it) and has a signature: two
+steps of the script that do the same thing on tensors of the same shapes have equal signatures, so what was worked out for
+one serves the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Operation, Record
+from pfeife_accelerate.capture.torch_functions import name_of
+
+
+class Origin(Enum):
+    """Where an operand comes from."""
+
+    LEAF = "leaf"
+    CONSTANT = "constant"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor operand of a step: which leaf, constant, or output of an earlier step."""
+
+    origin: Origin
+    index: int
+    output: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One operation with `Operand`s in place of tensors."""
+
+    operation: Operation
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """What a deferred scalar is made of. `scalars` are all one-element values on the way, the differentiated one first."""
+
+    leaves: tuple[Record, ...]
+    constants: tuple[torch.Tensor, ...]
+    steps: tuple[Step, ...]
+    scalars: tuple[tuple[Operand, Record], ...]
+    signature: Hashable
+
+    @property
+    def leaf_info(self) -> tuple[Leaf, ...]:
+        """The leaves' descriptions, in order."""
+        return tuple(record.leaf for record in self.leaves if record.leaf is not None)
+
+    @property
+    def root(self) -> Operand:
+        """The differentiated value."""
+        return self.scalars[0][0]
+
+    def replay(
+        self,
+        leaves: Sequence[torch.Tensor],
+        constants: Sequence[torch.Tensor],
+        before_step: Callable[[str, str], None] | None = None,
+    ) -> list[torch.Tensor]:
+        """Values of `scalars` for these leaves and constants, with autograd if it is enabled.
+
+        `before_step` is told each step's function and script line before it runs.
+        """
+        results: list[list[Any]] = []
+
+        def operand(item: Any) -> Any:
+            if not isinstance(item, Operand):
+                return item
+            match item.origin:
+                case Origin.LEAF:
+                    return leaves[item.index]
+                case Origin.CONSTANT:
+                    return constants[item.index]
+                case Origin.STEP:
+                    return results[item.index][item.output]
+
+        for step in self.steps:
+            args, kwargs = pytree.tree_map(operand, (step.args, step.kwargs))
+            if before_step is not None:
+                before_step(name_of(step.operation.func), step.operation.where)
+            results.append(step.operation.run(args, kwargs))
+        return [operand(scalar) for scalar, _ in self.scalars]
+
+
+def extract(root: DeferredTensor) -> Expression:
+    """The expression behind `root`, with steps in the order in which they were recorded."""
+    return _Extraction().run(root.record)
+
+
+class _Extraction:
+    def __init__(self) -> None:
+        self.leaves: dict[int, Record] = {}
+        self.constants: dict[int, torch.Tensor] = {}
+        self.steps: list[Step] = []
+        self.signatures: list[Hashable] = []
+        self.index_of_operation: dict[int, int] = {}
+        self.scalars: dict[int, tuple[Operand, Record]] = {}
+
+    def run(self, root: Record) -> Expression:
+        for operation in _in_order(root):
+            args, kwargs = pytree.tree_map(self._operand, (operation.args, operation.kwargs))
+            self.index_of_operation[id(operation)] = len(self.steps)
+            self.steps.append(Step(operation, args, kwargs))
+            self.signatures.append(_signature(operation, args, kwargs))
+        scalars = [(self._reference(root), root)]
+        scalars += [pair for pair in self.scalars.values() if pair[1] is not root]
+        leaves = tuple(self.leaves.values())
+        constants = tuple(self.constants.values())
+        signature = (
+            tuple(self.signatures),
+            tuple((str(_leaf(r).value), _leaf(r).batch_dim, _leaf(r).rows_per_item, *_metadata(r.fake)) for r in leaves),
+            tuple(_metadata(c) for c in constants),
+            tuple(operand for operand, _ in scalars),
+        )
+        return Expression(leaves, constants, tuple(self.steps), tuple(scalars), signature)
+
+    def _operand(self, item: Any) -> Any:
+        if isinstance(item, DeferredTensor):
+            return self._reference(item.record)
+        if isinstance(item, torch.Tensor):
+            self.constants.setdefault(id(item), item)
+            return Operand(Origin.CONSTANT, list(self.constants).index(id(item)))
+        return item
+
+    def _reference(self, record: Record) -> Operand:
+        if record.operation is None:
+            key = id(record.leaf)
+            self.leaves.setdefault(key, record)
+            return Operand(Origin.LEAF, list(self.leaves).index(key))
+        operand = Operand(Origin.STEP, self.index_of_operation[id(record.operation)], record.index)
+        if record.fake.numel() == 1:
+            self.scalars.setdefault(id(record), (operand, record))
+        return operand
+
+
+def _leaf(record: Record) -> Leaf:
+    assert record.leaf is not None
+    return record.leaf
+
+
+def _in_order(root: Record) -> list[Operation]:
+    """Operations behind a record, each after those it reads (iterative depth-first search)."""
+    order: list[Operation] = []
+    done: set[int] = set()
+    stack: list[tuple[Record, bool]] = [(root, False)]
+    while stack:
+        record, expanded = stack.pop()
+        operation = record.operation
+        if operation is None or id(operation) in done:
+            continue
+        if expanded:
+            done.add(id(operation))
+            order.append(operation)
+            continue
+        stack.append((record, True))
+        reads = pytree.tree_leaves((operation.args, operation.kwargs))
+        stack += [(item.record, False) for item in reversed(reads) if isinstance(item, DeferredTensor)]
+    return order
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
+
+
+def _signature(operation: Operation, args: Any, kwargs: Any) -> Hashable:
+    values, structure = pytree.tree_flatten((args, kwargs))
+    plain = tuple(v if isinstance(v, Operand | int | float | bool | str | torch.dtype | None) else repr(v) for v in values)
+    func = operation.func
+    name = (getattr(func, "__module__", None), getattr(func, "__qualname__", None), name_of(func))
+    return name, str(structure), plain, operation.grad_enabled, operation.autocast

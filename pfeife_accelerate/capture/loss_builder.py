@@ -1,0 +1,230 @@
+"""The two graphs of a loss that is split over micro-batches, as they are built: constants (whole batch) and micro-batch.
+
+Also what every rule needs: a traced node's name, shape, arguments by name, and the same operation on the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife_accelerate.capture.loss_states import Refused, State, Window
+from pfeife_accelerate.compat import OpOverload
+from pfeife_accelerate.compat_torch import schema_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """One micro-batch: its items are `start` to `start + count` of `total`."""
+
+    start: int
+    count: int
+    total: int
+
+    def overlap(self, window: Window) -> tuple[int, int]:
+        """First and last (exclusive) item of the batch that are in the window and in this micro-batch."""
+        stop = min(max(self.start + self.count, window.start), window.stop)
+        return min(max(self.start, window.start), window.stop), stop
+
+
+@dataclass(frozen=True)
+class ConstantOperand:
+    """Result `index` of the constant graph, as it is."""
+
+    index: int
+
+    def of(self, whole: tuple[Any, ...], rows: Rows) -> Any:
+        """The operand for one micro-batch."""
+        return whole[self.index]
+
+
+@dataclass(frozen=True)
+class CutOperand:
+    """Result `index` of the constant graph, cut to the micro-batch's rows as a value of this state is."""
+
+    index: int
+    state: State
+
+    def of(self, whole: tuple[Any, ...], rows: Rows) -> Any:
+        """The operand for one micro-batch."""
+        first, last = rows.overlap(self.state.window)
+        offset = first - self.state.window.start
+        return whole[self.index].narrow(self.state.dim, offset * self.state.rows, (last - first) * self.state.rows)
+
+
+class Number(Enum):
+    """A number that differs between micro-batches."""
+
+    ITEMS = "items of the window in the micro-batch"
+    FRACTION = "the same, of all items of the window"
+    OFFSET = "items between the first one of the outer window and the first one of the inner, both in the micro-batch"
+
+
+@dataclass(frozen=True)
+class NumberOperand:
+    """A `Number`, of a window (and the window inside it, for OFFSET)."""
+
+    number: Number
+    window: Window
+    inner: Window | None = None
+
+    def of(self, whole: tuple[Any, ...], rows: Rows) -> int | float:
+        """The operand for one micro-batch."""
+        first, last = rows.overlap(self.window)
+        match self.number:
+            case Number.ITEMS:
+                return last - first
+            case Number.FRACTION:
+                return (last - first) / self.window.items
+            case Number.OFFSET:
+                assert self.inner is not None
+                return min(max(rows.overlap(self.inner)[0] - first, 0), last - first)
+
+
+Operand = ConstantOperand | CutOperand | NumberOperand
+
+
+class LossBuilder:
+    """Builds the two graphs; maps traced whole-batch nodes to nodes of the one or the other."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.everything = Window(0, batch_size)
+        self.constant_graph = fx.Graph()
+        self.micro_graph = fx.Graph()
+        self.states: dict[fx.Node, State] = {}
+        self.constants: dict[fx.Node, fx.Node] = {}
+        self.micro: dict[fx.Node, fx.Node] = {}
+        self.pieces: dict[fx.Node, list[tuple[fx.Node, State]]] = {}
+        """Results of operations that cut along the batch: one micro-batch node for each."""
+        self.exported: dict[fx.Node, int] = {}
+        self.operands: dict[Operand, fx.Node] = {}
+        self._last_placeholder: fx.Node | None = None
+
+    def is_constant(self, value: Any) -> bool:
+        """Whether a traced node depends on constants alone."""
+        return isinstance(value, fx.Node) and value in self.constants
+
+    def state(self, node: fx.Node) -> State:
+        """State of a traced node that depends on the pipeline."""
+        if node not in self.states:
+            raise refusal(node)
+        return self.states[node]
+
+    def leaf(self, node: fx.Node, state: State) -> None:
+        """A value that the pipeline computes becomes an input of the micro graph."""
+        self._last_placeholder = self.micro[node] = self.micro_graph.placeholder(node.name)
+        self.states[node] = state
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A constant in the micro graph, as it is."""
+        return self._place(ConstantOperand(self._export(node)))
+
+    def cut(self, node: fx.Node, state: State) -> fx.Node:
+        """A constant in the micro graph, cut to the micro-batch's rows."""
+        if not 0 <= state.dim < len(shape(node)) or shape(node)[state.dim] != state.extent:
+            raise refusal(node)
+        return self._place(CutOperand(self._export(node), state))
+
+    def items(self, state: State) -> fx.Node:
+        """How many items of a split value are in the micro-batch."""
+        return self._place(NumberOperand(Number.ITEMS, state.window))
+
+    def fraction(self, window: Window) -> fx.Node:
+        """Which part of the window's items is in the micro-batch."""
+        return self._place(NumberOperand(Number.FRACTION, window))
+
+    def offset(self, outer: Window, inner: Window) -> fx.Node:
+        """Where, in the micro-batch's part of `outer`, its part of `inner` begins."""
+        return self._place(NumberOperand(Number.OFFSET, outer, inner))
+
+    def operand(self, value: Any) -> Any:
+        """Any argument in the micro graph, constants as they are."""
+        if not isinstance(value, fx.Node):
+            return value
+        if self.is_constant(value):
+            return self.whole(value)
+        if value not in self.micro:
+            raise refusal(value)
+        return self.micro[value]
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Add an operation to the micro graph."""
+        return self.micro_graph.call_function(target, args, kwargs)
+
+    def emit_constant(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """Add an operation on traced constants to the constant graph; the result counts as a traced constant."""
+        mapped = fx.map_arg(args, lambda n: self.constants.get(n, n))
+        node = self.constant_graph.call_function(target, mapped)
+        self.constants[node] = node
+        return node
+
+    def _export(self, node: fx.Node) -> int:
+        return self.exported.setdefault(self.constants[node], len(self.exported))
+
+    def _place(self, operand: Operand) -> fx.Node:
+        if operand not in self.operands:
+            assert self._last_placeholder is not None
+            with self.micro_graph.inserting_after(self._last_placeholder):
+                self._last_placeholder = self.micro_graph.placeholder(f"operand_{len(self.operands)}")
+            self.operands[operand] = self._last_placeholder
+        return self.operands[operand]
+
+
+Result = tuple[fx.Node, State]
+Rule = Callable[[LossBuilder, fx.Node], Result]
+
+
+def name(node: fx.Node) -> str:
+    """`operator.overload` of an ATen operation, else the function's name."""
+    if isinstance(node.target, OpOverload):
+        return str(node.target).removeprefix("aten.")
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """Shape of a traced whole-batch tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise refusal(node)
+    return tuple(value.shape)
+
+
+def refusal(node: fx.Node) -> Refused:
+    """The exception that says that the loss does not split because of this node."""
+    return Refused(name(node), node.meta.get("where", ""))
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """A traced node's arguments by the names in its schema, with defaults."""
+    assert isinstance(node.target, OpOverload)
+    schema = schema_of(node.target).arguments
+    found = {a.name: a.default_value for a in schema if a.has_default_value()}
+    found.update(zip((a.name for a in schema), node.args, strict=False))
+    found.update(node.kwargs)
+    return found
+
+
+def dims_of(dims: Any, ndim: int) -> tuple[int, ...]:
+    """Dimensions as non-negative numbers; none named means all."""
+    if dims is None or dims == []:
+        return tuple(range(ndim))
+    return tuple(d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims))
+
+
+def emit_same(b: LossBuilder, node: fx.Node, state: State) -> Result:
+    """The same operation on the micro-batch's operands, constants as they are."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), b.operand)
+    return b.emit(node.target, *args, **kwargs), state  # type: ignore[arg-type]
+
+
+def source_of(b: LossBuilder, node: fx.Node) -> tuple[fx.Node, State]:
+    """The first argument, which must depend on the pipeline, and its state."""
+    first = node.args[0]
+    if not isinstance(first, fx.Node) or b.is_constant(first):
+        raise refusal(node)
+    return first, b.state(first)

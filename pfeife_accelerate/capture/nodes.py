@@ -1,0 +1,106 @@
+"""Small questions about single fx nodes: what they read, mutate, draw, and where in the model's source they stand."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife_accelerate.compat import AUTOCAST_ENTER, AUTOCAST_EXIT, LOG_API_USAGE
+
+_INPLACE_OPERATORS = frozenset(
+    {
+        operator.iadd,
+        operator.isub,
+        operator.imul,
+        operator.itruediv,
+        operator.ifloordiv,
+        operator.imod,
+        operator.iand,
+        operator.ior,
+        operator.ixor,
+        operator.ipow,
+        operator.ilshift,
+        operator.irshift,
+        operator.setitem,
+    }
+)
+_RANDOM_NAMES = re.compile(
+    r"(dropout|bernoulli|^rand|rand_like|randn|randint|multinomial|normal_|uniform_|exponential_|rrelu|gumbel)"
+)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>[^\n]*)')
+
+
+def inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Nodes whose values this node reads, in argument order, each once."""
+    return tuple(node.all_input_nodes)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a node's example value, which may be a tensor, a structure of tensors, or anything else."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def target_name(node: fx.Node) -> str:
+    """The operation's name without its module, e.g. `linear`, `view`, `add`."""
+    target = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def mutates(node: fx.Node) -> fx.Node | None:
+    """The node whose value this operation changes in place, or None."""
+    name = target_name(node)
+    inplace = (
+        node.target in _INPLACE_OPERATORS
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("inplace") is True
+        or _positional_inplace(node)
+    )
+    if isinstance(node.kwargs.get("out"), fx.Node):
+        return node.kwargs["out"]  # type: ignore[return-value]
+    if inplace and node.args and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
+
+
+def _positional_inplace(node: fx.Node) -> bool:
+    """Activations of `torch.nn.functional` take `inplace` as their last positional argument."""
+    module = getattr(node.target, "__module__", "") or ""
+    return module == "torch.nn.functional" and bool(node.args) and node.args[-1] is True and "dropout" not in str(
+        node.target
+    )
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether the operation may consume random numbers."""
+    return bool(_RANDOM_NAMES.search(target_name(node)))
+
+
+def autocast_step(node: fx.Node) -> int:
+    """+1 for a node that enters an autocast region, -1 for one that leaves it, else 0."""
+    return {AUTOCAST_ENTER: 1, AUTOCAST_EXIT: -1}.get(node.target, 0)  # type: ignore[call-overload, no-any-return]
+
+
+def is_noise(node: fx.Node) -> bool:
+    """Bookkeeping calls without effect on values."""
+    return node.target is LOG_API_USAGE
+
+
+def source_line(node: fx.Node) -> str | None:
+    """`file:line in function: code` of the model's source line that made the node, if known."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return None
+    frame = frames[-1]
+    return f"{frame['file']}:{frame['line']} in {frame['name']}: {frame['code'].strip()}"

@@ -1,0 +1,131 @@
+"""Cut a captured graph into stages.
+
+A stage holds the operations between two cuts that its readers need. Sizes that cross a cut are computed anew from the
+micro-batch's shapes, never sent. Parameters, buffers and the call's inputs are arguments by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
+from pfeife_accelerate.capture.nodes import draws_random, inputs_of, mutates
+from pfeife_accelerate.ir.program import InputKind, StageInput, StageProgram, ValueInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedGraph:
+    """A captured graph in stages: the programs, which stage makes each value that leaves its stage, and who reads it."""
+
+    graph: CapturedGraph
+    stages: tuple[StageProgram, ...]
+    producer_of: Mapping[str, int]
+    readers_of: Mapping[str, tuple[int, ...]]
+
+    def sizes(self, bindings: Mapping[Any, int]) -> dict[str, Any]:
+        """Values of all SIZE arguments for a micro-batch whose size symbols have these values."""
+        wanted = {i.name for stage in self.stages for i in stage.inputs if i.kind is InputKind.SIZE}
+        nodes = self.graph.node_of
+        return {name: self.graph.concrete(nodes[name].meta["example_value"], bindings) for name in wanted}
+
+    def values(self, bindings: Mapping[Any, int]) -> dict[str, ValueInfo]:
+        """Shapes and dtypes of all values that leave their stage."""
+        return {name: value_info(self.graph, name, bindings) for name in self.producer_of}
+
+
+def value_info(graph: CapturedGraph, name: str, bindings: Mapping[Any, int]) -> ValueInfo:
+    """Shape, dtype and gradient flag of one value for given sizes."""
+    example = graph.node_of[name].meta["example_value"]
+    return ValueInfo(
+        shape=graph.concrete(tuple(example.shape), bindings), dtype=example.dtype, requires_grad=example.requires_grad
+    )
+
+
+def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> StagedGraph:
+    """Stages of `graph` between `cuts`; `needed` are the values wanted from outside (by the loss, or by the script)."""
+    bounds = (0, *cuts, len(graph.ops))
+    stage_of = {node: s for s, (lo, hi) in enumerate(pairwise(bounds)) for node in graph.ops[lo:hi]}
+    wanted = [graph.node_of[name] for name in dict.fromkeys(needed)]
+    live = _live(graph, wanted)
+    leaving: dict[fx.Node, set[int]] = {node: set() for node in wanted if node in stage_of}
+    for node in live:
+        for read in inputs_of(node):
+            if read in stage_of and stage_of[read] != stage_of[node] and not _is_size(read):
+                leaving.setdefault(read, set()).add(stage_of[node])
+    stages = []
+    for index, (lo, hi) in enumerate(pairwise(bounds)):
+        nodes = [n for n in graph.ops[lo:hi] if n in live]
+        outputs = [n for n in nodes if n in leaving]
+        stages.append(_stage(graph, index, nodes, outputs))
+    return StagedGraph(
+        graph=graph,
+        stages=tuple(stages),
+        producer_of={node.name: stage_of[node] for node in leaving},
+        readers_of={node.name: tuple(sorted(readers)) for node, readers in leaving.items()},
+    )
+
+
+def _live(graph: CapturedGraph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
+    """Operations that the wanted values need, and those that change something (running statistics)."""
+    live: set[fx.Node] = set()
+    stack = [n for n in wanted if n in graph.position] + [n for n in graph.ops if _has_effect(n)]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack += [n for n in inputs_of(node) if n in graph.position]
+    return live
+
+
+def _has_effect(node: fx.Node) -> bool:
+    target = mutates(node)
+    return target is not None or node.meta.get("example_value") is None
+
+
+def _is_size(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _stage(graph: CapturedGraph, index: int, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> StageProgram:
+    own = set(nodes)
+    stage_graph, copies, inputs = fx.Graph(), {}, []
+    external = dict.fromkeys(read for node in nodes for read in inputs_of(node) if read not in own)
+    for node in external:
+        if node.op == "get_attr":
+            continue
+        copies[node] = stage_graph.placeholder(node.name)
+        inputs.append(_stage_input(graph, node))
+    for node in external:
+        if node.op == "get_attr":
+            copies[node] = stage_graph.node_copy(node)
+    for node in nodes:
+        copies[node] = stage_graph.node_copy(node, copies.__getitem__)
+    stage_graph.output(tuple(copies[node] for node in outputs))
+    module = fx.GraphModule(graph.gm, stage_graph, class_name=f"Stage{index}")
+    return StageProgram(
+        index=index,
+        run=module.forward,
+        inputs=tuple(inputs),
+        outputs=tuple(node.name for node in outputs),
+        draws_random=any(draws_random(node) for node in nodes),
+    )
+
+
+def _stage_input(graph: CapturedGraph, node: fx.Node) -> StageInput:
+    placeholder = graph.placeholder_of.get(node)
+    if placeholder is None:
+        return StageInput(kind=InputKind.SIZE if _is_size(node) else InputKind.VALUE, name=node.name)
+    match placeholder.kind:
+        case PlaceholderKind.SYMBOL:
+            return StageInput(kind=InputKind.SIZE, name=node.name)
+        case PlaceholderKind.STATE:
+            assert placeholder.state_name is not None
+            return StageInput(kind=InputKind.STATE, name=placeholder.state_name)
+        case PlaceholderKind.INPUT:
+            return StageInput(kind=InputKind.MODEL_INPUT, name=str(placeholder.index))

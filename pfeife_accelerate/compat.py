@@ -1,0 +1,134 @@
+"""Every private name of torch and accelerate that the package touches: one small function each.
+
+Models: the versions each name is known to work with, and why no public name does.
+Ignores: everything public; use that directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # there is no public fake tensor API
+from torch.amp.autocast_mode import _enter_autocast as AUTOCAST_ENTER  # node targets in Dynamo's graphs
+from torch.amp.autocast_mode import _exit_autocast as AUTOCAST_EXIT
+from torch.distributed import distributed_c10d
+from torch.utils import _pytree as pytree  # documented for exporters, not public; stable since torch 2.2
+
+# Names that other files import from here; the functions below need no listing.
+__all__ = ["AUTOCAST_ENTER", "AUTOCAST_EXIT", "FakeTensor", "FakeTensorMode", "OpOverload", "pytree"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Process groups and process state
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def set_default_process_group(group: dist.ProcessGroup) -> None:
+    """Make `group` the one that calls without a group use; `get_rank()` and `get_world_size()` follow.
+
+    torch 2.10 - 2.14: `distributed_c10d._update_default_pg`. There is no public way to change the default group, and
+    a script's own collectives must see pipelines, not ranks.
+    """
+    distributed_c10d._update_default_pg(group)
+
+
+def set_group_ranks(group: dist.ProcessGroup, group_rank_of: Mapping[int, int]) -> None:
+    """Say which rank of the default group is which rank of `group`.
+
+    torch 2.10 - 2.14: `distributed_c10d._world.pg_group_ranks`, filled when a group is made. After the default group
+    has changed, the old numbers mean other processes: `get_rank(group)` would look up the wrong one.
+    """
+    distributed_c10d._world.pg_group_ranks[group] = dict(group_rank_of)
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the default process group was made with.
+
+    torch 2.10 - 2.14: `distributed_c10d._get_default_store`; a group does not publish its store.
+    """
+    return distributed_c10d._get_default_store()
+
+
+def process_state_is_made() -> bool:
+    """Whether accelerate's `PartialState` has been initialised in this process.
+
+    accelerate 1.10 - 1.15: `PartialState._shared_state`; the public property needs an instance, and making one
+    initialises it.
+    """
+    from accelerate.state import PartialState
+
+    return bool(PartialState._shared_state)
+
+
+def update_process_state(facts: Mapping[str, Any]) -> None:
+    """Change what accelerate knows of this process (`num_processes`, `process_index`, `distributed_type`).
+
+    accelerate 1.10 - 1.15: `PartialState._shared_state`, and `AcceleratorState._shared_state` which is a copy of it
+    once an `Accelerator` exists. Instances share these dictionaries, so all of them follow.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+
+    PartialState._shared_state.update(facts)
+    if AcceleratorState._shared_state:
+        AcceleratorState._shared_state.update(facts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Capture
+# ---------------------------------------------------------------------------------------------------------------------
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+"""Node target of `torch.no_grad` regions in Dynamo's graphs (torch 2.0 to 2.14)."""
+
+LOG_API_USAGE = torch._C._log_api_usage_once
+"""Node target of torch's API usage logging, which Dynamo records as an operation (torch 2.9 to 2.14)."""
+
+
+def expression_of(size: Any) -> Any:
+    """The sympy expression of a symbolic size, with merged symbols replaced (torch 2.1 to 2.14); an int as it is."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.Integer(int(size))
+
+
+def state_holders(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's own parameter and buffer dictionaries: assigning through the module would register again."""
+    return module._parameters, module._buffers
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors share exactly if they share their storage; works for fake tensors too."""
+    return tensor.untyped_storage()._cdata
+
+
+def mark_batch_dynamic(tensor: torch.Tensor) -> None:
+    """Ask Dynamo for a symbolic size in dimension 0 unless the code fixes it (torch 2.1 to 2.14)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def dynamo_limits(recompilations: int) -> Any:
+    """Context in which Dynamo may capture a function that often: a new length or mode is one more capture each."""
+    return torch._dynamo.config.patch(
+        recompile_limit=recompilations, accumulated_recompile_limit=max(recompilations, 256), suppress_errors=False
+    )
+
+
+def disable_torch_function() -> Any:
+    """Context in which tensor subclasses are treated as plain tensors (torch 1.13 to 2.14)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def make_wrapper(cls: type, like: torch.Tensor) -> Any:
+    """A tensor of subclass `cls` without storage that reports `like`'s metadata (torch 1.11 to 2.14)."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+    )
+
+
+def graph_break_reasons() -> list[str]:
+    """Why Dynamo had to break graphs in this process, most frequent first (torch 2.1 to 2.14)."""
+    return [
+        str(reason).strip().splitlines()[0] for reason, _ in torch._dynamo.utils.counters["graph_break"].most_common()
+    ]

@@ -1,0 +1,265 @@
+"""The options a person can set, and the three ways to set them.
+
+Models: keyword arguments over environment over yaml; the yaml section travels to the children by environment.
+Ignores: whether the values suit the model or the launch; whoever uses an option checks that.
+
+With `_autoload`, this is the only file that reads or writes `os.environ`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
+
+from pfeife_accelerate.errors import PfeifeError, did_you_mean
+
+__all__ = [
+    "ENABLED_VARIABLE",
+    "SCHEDULES",
+    "SECTION",
+    "PfeifePlugin",
+    "default_variable",
+    "export",
+    "flag",
+    "is_enabled",
+    "overlay",
+    "process_variable",
+    "section_variables",
+]
+
+SECTION: Final = "pfeife_config"
+PREFIX: Final = "PFEIFE_"
+ENABLED_VARIABLE: Final = "PFEIFE_ENABLED"
+SCHEDULES: Final = ("auto", "gpipe", "1f1b", "looped")
+
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_COUNT: Final = {"kind": "count", "minimum": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PfeifePlugin:
+    """How a launch is cut into pipelines; every field has a default that works.
+
+    Pass it as `Accelerator(pfeife_plugin=PfeifePlugin(...))`, or set the same names in the yaml's
+    `pfeife_config:` section, or as `PFEIFE_<NAME>` environment variables.
+    """
+
+    pipeline_size: int | None = field(default=None, metadata=_COUNT)
+    """Processes of one pipeline. None: all processes of the launch; a divisor of it: several pipelines,
+    whose gradients are averaged as DDP does."""
+
+    num_microbatches: int | None = field(default=None, metadata=_COUNT)
+    """Pieces that a batch is cut into. None: chosen by the planner. More pieces, less idle time, smaller operations."""
+
+    schedule: str = field(default="auto", metadata={"kind": "choice"})
+    """Order of the pieces: "gpipe" (all forwards first: most memory), "1f1b", "looped" (several stages a rank);
+    "auto" lets the planner choose."""
+
+    num_loops: int | None = field(default=None, metadata=_COUNT)
+    """Stages that each rank holds under schedule "looped". None: chosen by the planner."""
+
+    microbatches_per_loop: int | None = field(default=None, metadata=_COUNT)
+    """Micro-batches that go through a loop before the next loop starts. None: chosen by the planner."""
+
+    prefetch_forwards: int | None = field(default=None, metadata={"kind": "count", "minimum": 0})
+    """Forwards started before they are needed; each costs a micro-batch of memory. None: chosen by the planner."""
+
+    split_points: tuple[str, ...] = field(default=(), metadata={"kind": "names"})
+    """Module names (`model.layers.8`) at which stages start. Empty: chosen by the planner."""
+
+    plan_file: str | None = field(default=None, metadata={"kind": "path"})
+    """A plan made before (`pfeife plan`), used instead of planning."""
+
+    verbose: int = field(default=0, metadata={"kind": "level", "minimum": 0, "maximum": 2})
+    """0: warnings only; 1: the plan and its estimate; 2: every decision."""
+
+    def __post_init__(self) -> None:
+        """Refuse wrong types and values; a list of split points is accepted and becomes a tuple."""
+        if isinstance(self.split_points, list):
+            object.__setattr__(self, "split_points", tuple(self.split_points))
+        values = vars(self)
+        for option in fields(self):
+            _check(option.name, values[option.name], option.metadata, where="PfeifePlugin(...)")
+
+    @classmethod
+    def from_mapping(cls, section: Mapping[str, Any] | None) -> PfeifePlugin:
+        """Build from the yaml section; "auto" and null mean the default, unknown keys are refused."""
+        where = f"yaml section {SECTION}:"
+        if section is None:
+            return cls()
+        if not isinstance(section, Mapping):
+            raise PfeifeError(
+                id="PF102",
+                what=f"{SECTION} must be a mapping of options, got {section!r}",
+                where=where,
+                hints=(f"{SECTION}:\n  pipeline_size: 2", f"an empty section ({SECTION}: {{}}) takes all defaults"),
+            )
+        options = {option.name: option for option in fields(cls)}
+        given: dict[str, Any] = {}
+        for key, value in section.items():
+            if key not in options:
+                raise _unknown_option(str(key), tuple(options), where=where, kind="key")
+            if value is None or (value == "auto" and options[key].metadata["kind"] != "choice"):
+                continue
+            if options[key].metadata["kind"] == "names" and isinstance(value, (list, str)):
+                value = tuple(value) if isinstance(value, list) else (value,)
+            _check(key, value, options[key].metadata, where=where)
+            given[key] = value
+        return cls(**given)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> PfeifePlugin:
+        """Build from `PFEIFE_*` variables (of this process when `environ` is None); unknown ones are refused."""
+        options = {PREFIX + option.name.upper(): option for option in fields(cls)}
+        given: dict[str, Any] = {}
+        for variable, text in sorted(section_variables(environ).items()):
+            if variable == ENABLED_VARIABLE:
+                _parse_flag(variable, text)
+                continue
+            if variable not in options:
+                raise _unknown_option(variable, (*options, ENABLED_VARIABLE), where="environment", kind="variable")
+            option = options[variable]
+            if text == "auto" and option.metadata["kind"] != "choice":
+                continue
+            value = _parse(variable, text, option.metadata)
+            _check(option.name, value, option.metadata, where=f"environment variable {variable}")
+            given[option.name] = value
+        return cls(**given)
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that `from_environment` turns into an equal plug-in: what differs from the defaults."""
+        variables = {ENABLED_VARIABLE: "true"}
+        for name, value in _non_default(self).items():
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            variables[PREFIX + name.upper()] = text
+        return variables
+
+
+def overlay(upper: PfeifePlugin, lower: PfeifePlugin) -> PfeifePlugin:
+    """Options of `lower` replaced by those that `upper` sets to something else than the default."""
+    return replace(lower, **_non_default(upper))
+
+
+def section_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """All variables that start with `PFEIFE_`, known or not."""
+    source = os.environ if environ is None else environ
+    return {name: value for name, value in source.items() if name.startswith(PREFIX)}
+
+
+def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a pfeife section is present: any `PFEIFE_*` variable, unless `PFEIFE_ENABLED` says no."""
+    variables = section_variables(environ)
+    return bool(variables) and variables.get(ENABLED_VARIABLE, "true").strip().lower() not in _FALSE
+
+
+def export(plugin: PfeifePlugin) -> None:
+    """Make `plugin` what this process and its children read from the environment."""
+    for variable in section_variables():
+        del os.environ[variable]
+    os.environ.update(plugin.to_environment())
+
+
+def process_variable(name: str) -> str | None:
+    """The value of a variable set by somebody else (a launcher, accelerate); None when unset or empty."""
+    return os.environ.get(name) or None
+
+
+def default_variable(name: str, value: str) -> None:
+    """Set a variable unless it is set already."""
+    os.environ.setdefault(name, value)
+
+
+def flag(name: str) -> bool:
+    """Whether a variable that others own holds a true value, as accelerate reads it."""
+    return os.environ.get(name, "").strip().lower() in (_TRUE | {"y", "t"})
+
+
+def _non_default(plugin: PfeifePlugin) -> dict[str, Any]:
+    values = vars(plugin)
+    return {option.name: values[option.name] for option in fields(plugin) if values[option.name] != option.default}
+
+
+def _parse_flag(variable: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE | _FALSE:
+        return word in _TRUE
+    raise PfeifeError(
+        id="PF102",
+        what=f"{variable} must be true or false, got {text!r}",
+        where=f"environment variable {variable}",
+    )
+
+
+def _parse(variable: str, text: str, metadata: Mapping[str, Any]) -> Any:
+    match metadata["kind"]:
+        case "count" | "level":
+            try:
+                return int(text)
+            except ValueError:
+                raise PfeifeError(
+                    id="PF102",
+                    what=f"{variable} must be {_expected(metadata)}, got {text!r}",
+                    where=f"environment variable {variable}",
+                ) from None
+        case "names":
+            return tuple(name.strip() for name in text.split(",") if name.strip())
+        case _:
+            return text
+
+
+def _check(name: str, value: Any, metadata: Mapping[str, Any], *, where: str) -> None:
+    """Raise PF102 unless `value` is what the option's metadata asks for."""
+    match metadata["kind"]:
+        case "count" | "level":
+            fits = value is None if metadata["kind"] == "count" else False
+            if isinstance(value, int) and not isinstance(value, bool):
+                fits = metadata["minimum"] <= value <= metadata.get("maximum", value)
+        case "choice":
+            fits = value in SCHEDULES
+        case "names":
+            fits = isinstance(value, tuple) and all(isinstance(item, str) and _is_name(item) for item in value)
+        case _:
+            fits = value is None or (isinstance(value, str) and value != "" and value == value.strip())
+    if fits:
+        return
+    near = did_you_mean(value, SCHEDULES) if metadata["kind"] == "choice" and isinstance(value, str) else None
+    raise PfeifeError(
+        id="PF102",
+        what=f"{name} must be {_expected(metadata)}, got {value!r}",
+        where=where,
+        hints=() if near is None else (f"did you mean {near!r}?",),
+    )
+
+
+def _is_name(text: str) -> bool:
+    # Names travel in a comma-separated variable.
+    return text != "" and text == text.strip() and "," not in text
+
+
+def _expected(metadata: Mapping[str, Any]) -> str:
+    match metadata["kind"]:
+        case "count":
+            return f'a whole number >= {metadata["minimum"]} or "auto"'
+        case "level":
+            return f"a whole number from {metadata['minimum']} to {metadata['maximum']}"
+        case "choice":
+            return "one of " + ", ".join(f'"{name}"' for name in SCHEDULES)
+        case "names":
+            return "a list of module names"
+        case _:
+            return "a path"
+
+
+def _unknown_option(word: str, choices: tuple[str, ...], *, where: str, kind: str) -> PfeifeError:
+    near = did_you_mean(word, choices)
+    known = "known: " + ", ".join(choices)
+    return PfeifeError(
+        id="PF101",
+        what=f"unknown {kind} {word!r}",
+        where=where,
+        why="an option that is not understood would be skipped silently",
+        hints=(known,) if near is None else (f"did you mean {near!r}?", known),
+    )

@@ -1,0 +1,7 @@
+"""What operations cost on a device: measured where it can be, modelled where not."""
+
+from pfeife_accelerate.cost.hardware import device_spec, link_spec
+from pfeife_accelerate.cost.op_profile import OpProfile, measure
+from pfeife_accelerate.cost.roofline import estimate
+
+__all__ = ["OpProfile", "device_spec", "estimate", "link_spec", "measure"]

@@ -1,0 +1,92 @@
+"""The devices and links of this machine as the planner sees them.
+
+Models: one matrix product for each element type, one large copy, one empty operation, the memory there is.
+Ignores: throttling, what other processes use meanwhile, and the real links: their numbers are typical, not measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from pfeife_accelerate.ir import DeviceSpec, LinkSpec
+
+__all__ = ["device_spec", "link_spec"]
+
+_LINKS = {
+    "gloo": LinkSpec(latency_s=1.5e-4, bytes_per_s=1.5e9),  # over the loopback device
+    "nccl": LinkSpec(latency_s=2e-5, bytes_per_s=5e10),
+}
+_SLOW_S = 0.02  # a product that takes longer is not repeated
+
+
+def link_spec(backend: str) -> LinkSpec:
+    """Typical speed of a `torch.distributed` backend (`"gloo"`, `"nccl"`); an unknown one is taken for gloo."""
+    return _LINKS.get(backend.split(":")[-1], _LINKS["gloo"])
+
+
+def device_spec(device: torch.device, local_ranks: int = 1) -> DeviceSpec:
+    """What a device can do, roughly, in under 0.3 s; host memory is shared by `local_ranks` processes."""
+    is_cuda = device.type == "cuda"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if is_cuda else (torch.float32, torch.bfloat16)
+    elements = (1 << 28) // 4 if is_cuda else (1 << 24) // 4
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if is_cuda else []):
+        source = torch.zeros(elements, device=device)
+        target = torch.zeros_like(source)
+        copy_s = _typical_s(lambda: target.copy_(source), device)
+        small = torch.zeros(1, device=device)
+        launch_s = _typical_s(lambda: small.add(1.0), device, calls=50)
+        rates = tuple(
+            (str(dtype).removeprefix("torch."), _product_rate(4096 if is_cuda else 256, dtype, device))
+            for dtype in dtypes
+        )
+    return DeviceSpec(
+        name=torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        memory_bytes=_memory_bytes(device) // (1 if is_cuda else max(local_ranks, 1)),
+        flops_per_s=rates,
+        bytes_per_s=2 * elements * 4 / copy_s,
+        launch_s=launch_s,
+    )
+
+
+def _product_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    left = torch.randn(size, size, device=device).to(dtype)
+    return 2.0 * size**3 / _typical_s(lambda: left @ left, device)
+
+
+def _typical_s(run: Callable[[], object], device: torch.device, calls: int = 1, repeats: int = 3) -> float:
+    """Median seconds of one run, after one to warm up which counts alone if it is slow."""
+
+    def once(calls: int) -> float:
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        _wait(device)
+        return max((time.perf_counter() - start) / calls, 1e-9)
+
+    first = once(1)
+    if device.type != "cuda" and first > _SLOW_S:
+        return first
+    return median(once(calls) for _ in range(repeats))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:  # counts what the kernel would give back from its caches, which SC_AVPHYS_PAGES does not
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

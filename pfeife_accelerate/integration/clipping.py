@@ -1,0 +1,51 @@
+"""`clip_grad_norm_` on a pipelined model's parameters: the norm is over all stages, a tied parameter counts once.
+
+Clipping by value needs no hook: each rank clips its own gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pfeife_accelerate import session
+
+
+def clip_grad_norm_(
+    original: Callable[..., torch.Tensor],
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Hook of `torch.nn.utils.clip_grad_norm_`."""
+    everything = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    running = session.current()
+    counts = {} if running is None else running.parameters_counted_here()
+    if running is None or not any(id(p) in counts for p in everything):
+        return original(everything, max_norm, norm_type, error_if_nonfinite, foreach)
+    elsewhere = running.mesh.rank != 0  # what is no part of a pipeline is the same on every rank: rank 0 counts it
+    grads = [p.grad for p in everything if p.grad is not None and counts.get(id(p), not elsewhere)]
+    total = _total_norm(grads, float(norm_type), running.mesh.pipeline_control_group)
+    own = [p for p in everything if p.grad is not None]
+    like = own[0].grad if own else torch.zeros((), device=running.device)
+    assert like is not None
+    norm = total.to(device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite")
+    if own:
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach)
+    return norm
+
+
+def _total_norm(grads: list[torch.Tensor], norm_type: float, group: Any) -> torch.Tensor:
+    local = torch.nn.utils.get_total_norm(grads, norm_type).to("cpu", torch.float64) if grads else torch.zeros(())
+    is_max = norm_type == float("inf")
+    power = local if is_max else local.to(torch.float64) ** norm_type
+    power = power.to(torch.float64).reshape(1).clone()
+    dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    return (power if is_max else power ** (1.0 / norm_type)).reshape(())

@@ -1,0 +1,203 @@
+"""What a rank does, one action after the other.
+
+Models: the notation of `torch.distributed.pipelining` (`2F0` = stage 2, Forward, micro-batch 0), extended by the
+peer rank of a transfer (`1SEND_F3@0`). A transfer carries the stage that PRODUCED the activation, in both directions:
+(producing stage, consuming rank, micro-batch) names it. Ignores: time and sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from pfeife_accelerate.errors import PfeifeError, did_you_mean
+
+__all__ = ["Action", "ActionKind", "Schedule", "ScheduleFamily", "ScheduleSpec", "parse_family"]
+
+
+class ActionKind(str, Enum):
+    """The closed set of things a rank can do; the values are torch's letters."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it occupies the device; everything else is a transfer."""
+        return len(self.value) == 1
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a backward or half of one."""
+        return self in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+
+    @property
+    def gives_input_gradient(self) -> bool:
+        """Whether the gradients for the producing stages exist after it."""
+        return self in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:@(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One action; `peer` is the other RANK of a transfer."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        """The text form, `2F0` or `1SEND_F3@0`."""
+        suffix = "" if self.peer is None else f"@{self.peer}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}{suffix}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the text form back."""
+        found = _ACTION.fullmatch(text.strip())
+        if found is None:
+            raise PfeifeError(
+                id="PF211",
+                what=f"{text!r} is not an action",
+                why="an action is stage, kind, micro-batch, and @rank for a transfer",
+                hints=("2F0, 1B3, 1SEND_F3@0",),
+            )
+        stage, kind, microbatch, peer = found.groups()
+        return cls(
+            kind=ActionKind(kind),
+            stage=int(stage),
+            microbatch=int(microbatch),
+            peer=None if peer is None else int(peer),
+        )
+
+
+class ScheduleFamily(str, Enum):
+    """The orders we can generate."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    LOOPED = "looped"
+
+
+def parse_family(text: str) -> ScheduleFamily:
+    """The family called `text`, any case."""
+    names = [family.value for family in ScheduleFamily]
+    if text.lower() in names:
+        return ScheduleFamily(text.lower())
+    near = did_you_mean(text, names)
+    raise PfeifeError(
+        id="PF212",
+        what=f"unknown schedule {text!r}",
+        why=f"the schedules are {', '.join(names)}",
+        hints=(f"did you mean {near!r}?",) if near else (),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """The few numbers an order follows from. Stage s lives on rank s mod num_ranks; there are num_loops per rank."""
+
+    family: ScheduleFamily
+    num_ranks: int
+    num_microbatches: int
+    num_loops: int = 1
+    microbatches_per_loop: int | None = None  #: looped only; None = as many as ranks
+    prefetch_forwards: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing together."""
+        for name, value, least in (
+            ("num_ranks", self.num_ranks, 1),
+            ("num_microbatches", self.num_microbatches, 1),
+            ("num_loops", self.num_loops, 1),
+            ("prefetch_forwards", self.prefetch_forwards, 0),
+        ):
+            if value < least:
+                raise _bad_spec(f"{name}={value}", f"{name} is at least {least}", f"{name}={least}")
+        per_loop = self.microbatches_per_loop
+        if self.family is not ScheduleFamily.LOOPED and per_loop is not None:
+            raise _bad_spec(
+                f"microbatches_per_loop={per_loop} with schedule {self.family.value!r}",
+                "only the looped schedule runs in blocks of micro-batches",
+                "schedule: looped, or leave microbatches_per_loop out",
+            )
+        if per_loop is not None and not 1 <= per_loop <= self.num_microbatches:
+            raise _bad_spec(
+                f"microbatches_per_loop={per_loop} with {self.num_microbatches} micro-batches",
+                "a block has at least 1 micro-batch and at most all of them",
+                f"microbatches_per_loop={min(self.num_ranks, self.num_microbatches)}",
+            )
+        if self.family is ScheduleFamily.ONE_F_ONE_B and self.num_loops != 1:
+            raise _bad_spec(
+                f"num_loops={self.num_loops} with schedule '1f1b'",
+                "1f1b runs one stage on each rank",
+                "schedule: looped, or num_loops=1",
+            )
+        if self.family is ScheduleFamily.GPIPE and self.prefetch_forwards:
+            raise _bad_spec(
+                f"prefetch_forwards={self.prefetch_forwards} with schedule 'gpipe'",
+                "gpipe runs every forward before the first backward: there is nothing to prefetch",
+                "prefetch_forwards=0, or schedule: 1f1b",
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return self.num_ranks * self.num_loops
+
+    @property
+    def block(self) -> int:
+        """Micro-batches that pass through all ranks before the next ones start (the looped family)."""
+        return self.microbatches_per_loop or min(self.num_ranks, self.num_microbatches)
+
+
+def _bad_spec(what: str, why: str, hint: str) -> PfeifeError:
+    return PfeifeError(id="PF210", what=f"impossible schedule: {what}", why=why, hints=(hint,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The explicit list of actions of every rank; `stage_ranks[s]` is the rank that owns stage s."""
+
+    spec: ScheduleSpec
+    per_rank: tuple[tuple[Action, ...], ...]
+    stage_ranks: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one pipeline."""
+        return len(self.per_rank)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return len(self.stage_ranks)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step."""
+        return self.spec.num_microbatches
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that a rank owns, increasing."""
+        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether any forward is in it (an evaluation or a whole step)."""
+        return any(a.kind is ActionKind.FORWARD for actions in self.per_rank for a in actions)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any backward is in it."""
+        return any(a.kind.is_backward for actions in self.per_rank for a in actions)

@@ -1,0 +1,55 @@
+"""The hardware as the planner sees it.
+
+Models: a device's speed and memory, one kind of directed link between any two ranks.
+Ignores: contention between links, and for now the difference between links inside a host and between hosts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pfeife_accelerate.errors import PfeifeError
+
+__all__ = ["DeviceSpec", "LinkSpec", "Machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One device; `flops_per_s` holds (element type, rate) pairs, `launch_s` the least time of any operation."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: tuple[tuple[str, float], ...]
+    bytes_per_s: float
+    launch_s: float
+
+    def flops_per_s_of(self, dtype: str) -> float:
+        """Rate for an element type; an unlisted one takes the slowest rate, so that it is never flattered."""
+        rates = dict(self.flops_per_s)
+        if not rates:
+            raise PfeifeError(id="PF152", what=f"device {self.name!r} has no flops_per_s at all")
+        return rates.get(dtype, min(rates.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpec:
+    """A directed link: a transfer takes `latency_s + bytes / bytes_per_s` and holds the link for all of it."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds that a message of `num_bytes` takes."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices, one per rank (a single one stands for all), and the link between any two."""
+
+    devices: tuple[DeviceSpec, ...]
+    link: LinkSpec
+
+    def device_of(self, rank: int) -> DeviceSpec:
+        """The device of a rank."""
+        return self.devices[rank if len(self.devices) > 1 else 0]

@@ -1,0 +1,85 @@
+"""The data of one step on one rank: what the executor is given, and what it keeps between a forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from pfeife_accelerate.ir.actions import Action
+from pfeife_accelerate.ir.program import StageProgram, ValueInfo
+from pfeife_accelerate.runtime.microbatch import Microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageValues:
+    """What one message carries: all values of a stage that one rank reads; `with_grad` are those a gradient comes back for."""
+
+    values: tuple[str, ...]
+    with_grad: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """All that one rank does in a step, whatever the data: its actions, its stages, and what the messages carry.
+
+    `messages` is keyed by (producing stage, consuming rank). `readers` tells for each value the own stages that read it.
+    """
+
+    rank: int
+    actions: tuple[Action, ...]
+    stages: Mapping[int, StageProgram]
+    stage_ranks: tuple[int, ...]
+    messages: Mapping[tuple[int, int], MessageValues]
+    readers: Mapping[str, tuple[int, ...]]
+    loss_values: tuple[str, ...] = ()
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage after which the loss is computed: the last."""
+        return len(self.stage_ranks) - 1
+
+
+class LossStage(Protocol):
+    """Computes the loss of a micro-batch from the pipeline's values, on the rank of the last stage."""
+
+    def forward(self, microbatch: Microbatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The micro-batch's share of the loss, ready to be differentiated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchInputs:
+    """One micro-batch: its part of the call's arguments, its sizes, and the values that cross stages."""
+
+    rows: Microbatch
+    arguments: Mapping[str, Any]
+    sizes: Mapping[str, Any]
+    values: Mapping[str, ValueInfo]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """The data of one step. `keep` are values to hold on to, whole, for the script to read."""
+
+    microbatches: tuple[MicrobatchInputs, ...]
+    states: Mapping[str, torch.Tensor]
+    training: bool
+    autocast: tuple[str, torch.dtype] | None = None
+    seed: int = 0
+    loss: LossStage | None = None
+    keep: Callable[[str], bool] = lambda _name: False
+    gradients: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+
+class StepState:
+    """What a rank holds between the actions of a step, micro-batch by micro-batch."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.values: list[dict[str, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        """Values that own stages read: leaves of the reading stages' autograd graphs."""
+        self.outputs: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = {}
+        """Results of (stage, micro-batch), with their graphs, until its backward."""
+        self.losses: dict[int, torch.Tensor] = {}
+        self.kept: dict[str, dict[int, torch.Tensor]] = {}

@@ -1,0 +1,89 @@
+"""What a rank gives out to ranks that ask for tensors, while its main thread does something else.
+
+Models: providers by kind, a logical clock that answers wait for, and a lock that keeps half-updated tensors unread.
+Ignores: connections (remote.py), and where the tensors live: what is given out is a copy on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import Condition, RLock
+from typing import TypeAlias
+
+import torch
+
+from pfeife_accelerate.errors import PfeifeError
+
+Provider: TypeAlias = "Callable[[str], torch.Tensor | None]"
+
+# A rank may ask for a kind before this one's script has come to the line that serves it.
+_SERVE_TIMEOUT_S = 60.0
+
+
+class TensorServer:
+    """Answers for one rank. `changed` is shared with its owner."""
+
+    def __init__(self, rank: int, changed: Condition) -> None:
+        self.busy = RLock()
+        self.clock = 0
+        self._rank = rank
+        self._changed = changed
+        self._providers: dict[str, Provider] = {}
+        self._is_stopped = False
+
+    def serve(self, kind: str, provider: Provider) -> None:
+        """Answer requests of a kind by a function that is called, under the lock, in a thread of the server."""
+        with self._changed:
+            self._providers[kind] = provider
+            self._changed.notify_all()
+
+    def advance_clock(self) -> None:
+        """Let the requests for the next tick be answered."""
+        with self._changed:
+            self.clock += 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """The script has ended: the clock stands still, and requests for later ticks are refused."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def snapshot(self, kind: str, keys: Iterable[str], clock: int) -> list[torch.Tensor]:
+        """Copies of the tensors, all of one moment at or after `clock`; blocks until the clock has come there."""
+        provider = self._provider_at(kind, clock)
+        copies = []
+        with self.busy:
+            for key in keys:
+                try:
+                    tensor = provider(key)
+                    copy = None if tensor is None else _copy_to_cpu(tensor)
+                except Exception as error:  # Whatever it is, it belongs to the rank that asked.
+                    raise PfeifeError(
+                        id="PF410",
+                        what=f"rank {self._rank} could not give {kind} {key!r}",
+                        why=f"{type(error).__name__}: {error}",
+                    ) from error
+                if copy is None:
+                    raise PfeifeError(id="PF410", what=f"rank {self._rank} has no {kind} {key!r}")
+                copies.append(copy)
+        return copies
+
+    def _provider_at(self, kind: str, clock: int) -> Provider:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self.clock >= clock)
+            if self.clock < clock:
+                raise PfeifeError(
+                    id="PF412",
+                    what=f"rank {self._rank} ended at tick {self.clock}, and {kind} was asked for as of tick {clock}",
+                    why="the ranks of a pipeline must run the same script on the same data",
+                )
+            self._changed.wait_for(lambda: self._is_stopped or kind in self._providers, _SERVE_TIMEOUT_S)
+            provider = self._providers.get(kind)
+        if provider is None:
+            raise PfeifeError(id="PF410", what=f"rank {self._rank} serves no {kind}")
+        return provider
+
+
+def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

@@ -1,0 +1,99 @@
+"""What a stage hands to another: the dependencies between stages, and which of them are transfers.
+
+Models: values go DIRECTLY from the producing stage to each rank that reads them, once per consuming rank; a message
+whose consumer rank is the producer's own is a local hand-over. Ignores: sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir.actions import Action, ActionKind
+
+__all__ = ["Message", "Messages", "Routes", "Transfer", "chain_messages", "transfer_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Everything one stage gives to the stages of one rank; `has_grad`: a gradient comes back for it."""
+
+    producer_stage: int
+    consumer_rank: int
+    consumer_stages: tuple[int, ...]
+    has_grad: bool = True
+
+
+Messages = tuple[Message, ...]
+
+
+class Transfer(NamedTuple):
+    """One message of one micro-batch, as it crosses a link in one direction."""
+
+    is_gradient: bool
+    producer_stage: int
+    consumer_rank: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        """How errors call it."""
+        what = "gradient for" if self.is_gradient else "activation of"
+        return f"the {what} {self.producer_stage}F{self.microbatch} (rank {self.consumer_rank} reads it)"
+
+
+def transfer_of(action: Action, rank: int) -> Transfer:
+    """Which transfer a SEND or RECV of `rank` is one side of."""
+    is_gradient = action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)
+    peer_reads = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+    if action.peer is None:
+        raise PfeifeError(id="PF203", what=f"transfer {action} of rank {rank} names no peer rank")
+    return Transfer(is_gradient, action.stage, action.peer if peer_reads else rank, action.microbatch)
+
+
+def chain_messages(stage_ranks: Sequence[int], *, has_grad: bool = True) -> Messages:
+    """The messages of a plain chain: each stage gives to the next one alone."""
+    return tuple(
+        Message(producer_stage=stage, consumer_rank=rank, consumer_stages=(stage + 1,), has_grad=has_grad)
+        for stage, rank in enumerate(stage_ranks[1:])
+    )
+
+
+class Routes:
+    """Messages looked up by the stage that gives, reads, or waits for a gradient."""
+
+    def __init__(self, messages: Messages, stage_ranks: Sequence[int]) -> None:
+        """Check the messages against the placement and sort them."""
+        self.stage_ranks = tuple(stage_ranks)
+        stages = range(len(self.stage_ranks))
+        self.from_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
+        self.into_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
+        seen: set[tuple[int, int]] = set()
+        for message in sorted(messages, key=lambda m: (m.producer_stage, m.consumer_rank)):
+            self._check(message, seen)
+            self.from_stage[message.producer_stage].append(message)
+            for consumer in message.consumer_stages:
+                self.into_stage[consumer].append(message)
+
+    def _check(self, message: Message, seen: set[tuple[int, int]]) -> None:
+        key = (message.producer_stage, message.consumer_rank)
+        owners = {self.stage_ranks[stage] for stage in message.consumer_stages}
+        if key in seen or owners != {message.consumer_rank} or min(message.consumer_stages) <= message.producer_stage:
+            raise PfeifeError(
+                id="PF201",
+                what=f"{message} does not fit the stages",
+                where=f"stages live on ranks {self.stage_ranks}",
+                why="a message goes to later stages of its consumer rank, and there is one per stage and rank",
+            )
+        seen.add(key)
+
+    def is_local(self, message: Message) -> bool:
+        """Whether producer and consumers share a rank: nothing is sent."""
+        return self.stage_ranks[message.producer_stage] == message.consumer_rank
+
+    def gradients_from(self, stage: int) -> Iterator[Message]:
+        """Remote messages whose gradient `stage` contributes to, the one needed first in front."""
+        for message in reversed(self.into_stage[stage]):
+            if message.has_grad and not self.is_local(message):
+                yield message

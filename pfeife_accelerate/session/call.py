@@ -1,0 +1,133 @@
+"""One call of a pipelined model: its arguments, how far it has come, and the values it made.
+
+The same script runs on every rank, so the n-th call on one rank is the n-th on all: `number` names it between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any
+from weakref import WeakValueDictionary
+
+import sympy
+import torch
+
+from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Record, Resolver
+from pfeife_accelerate.capture.graph import CapturedGraph
+from pfeife_accelerate.capture.split import StagedGraph, value_info
+from pfeife_accelerate.compat import expression_of
+from pfeife_accelerate.ir.program import ValueInfo
+from pfeife_accelerate.runtime.step import StepInputs, StepState
+
+
+class Progress(IntEnum):
+    """How far a call has come on this rank."""
+
+    PENDING = 0
+    FORWARDED = 1
+    DONE = 2
+
+
+class Call:
+    """One call of a pipelined model; see the module's docstring."""
+
+    def __init__(
+        self,
+        number: int,
+        resolver: Resolver,
+        graph: CapturedGraph,
+        arguments: tuple[Any, ...],
+        bindings: Mapping[Any, int],
+        autocast: tuple[str, torch.dtype] | None,
+    ) -> None:
+        self.number = number
+        self.resolver = resolver
+        self.graph = graph
+        self.arguments = arguments
+        self.bindings = bindings
+        self.autocast = autocast
+        self.progress = Progress.PENDING
+        self.state: StepState | None = None
+        self.num_microbatches = 0
+        self.values: dict[str, torch.Tensor] = {}
+        """Whole-batch values that this rank holds for the scripts to read."""
+        self.scalars: list[float] | None = None
+        """The loss and the other one-element values of its expression, once the loss rank has sent them."""
+        self.held_gradients: dict[str, torch.Tensor | None] | None = None
+        """Gradients computed before this rank's script asked for them by `backward`."""
+        self.visible: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
+        """Leaves that the script can still reach."""
+        self._leaves: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
+        self.tail: Mapping[Any, Any] | None = None
+        self.asked = False
+        """Whether this rank's script has called `backward`."""
+        self.staged: StagedGraph
+        self.inputs: StepInputs
+        self.loss_values: tuple[str, ...] = ()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the whole batch."""
+        sizes = [self.bindings[s] for s in self.graph.batch_symbols if s in self.bindings]
+        return sizes[0] if sizes else 1
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether `backward` through this call is still possible."""
+        return self.progress < Progress.DONE
+
+    def micro_bindings(self, rows: int) -> dict[Any, int]:
+        """Values of the size symbols in a micro-batch of that many rows."""
+        return {s: rows if s in self.graph.batch_symbols else value for s, value in self.bindings.items()}
+
+    def deferred(self, name: str, *, visible: bool) -> DeferredTensor:
+        """A deferred tensor for one value of the graph."""
+        leaf = self._leaves.get(name)
+        if leaf is None:
+            leaf = self._leaves[name] = self._leaf(name)
+        if visible:
+            self.visible[name] = leaf
+        info = self.info(name)
+        device = self.graph.node_of[name].meta["example_value"].device
+        return DeferredTensor.leaf(leaf, info.shape, info.dtype, device, info.requires_grad)
+
+    def _leaf(self, name: str) -> Leaf:
+        example = self.graph.node_of[name].meta["example_value"]
+        dim = self.graph.batch_dim(example)
+        rows = 1
+        if dim is not None:
+            ones = {symbol: sympy.Integer(value) for symbol, value in self.micro_bindings(1).items()}
+            rows = int(expression_of(example.shape[dim]).xreplace(ones))
+        return Leaf(self.resolver, self, name, dim, rows)
+
+    def reachable(self) -> tuple[str, ...]:
+        """Values that the script's deferred tensors still refer to."""
+        return tuple(sorted(self._leaves))
+
+    def info(self, name: str) -> ValueInfo:
+        """Shape and dtype of a whole-batch value."""
+        return value_info(self.graph, name, self.bindings)
+
+    def release(self) -> None:
+        """Free all that only a schedule needs."""
+        self.state = None
+        self.tail = None
+        self.inputs = replace(self.inputs, microbatches=())
+
+    def whole(self, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The whole-batch value from the micro-batches' values."""
+        dim = self.graph.batch_dim(self.graph.node_of[name].meta["example_value"])
+        ordered = [parts[i] for i in sorted(parts)]
+        return ordered[0] if dim is None or len(ordered) == 1 else torch.cat(ordered, dim)
+
+
+def promised(value: float, record: Record) -> Any:
+    """A promise of a one-element value that is known as a number."""
+
+    def give() -> torch.Tensor:
+        fake = record.fake
+        return torch.tensor(value, dtype=fake.dtype, device=fake.device).reshape(fake.shape)
+
+    return give

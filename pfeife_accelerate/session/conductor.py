@@ -1,0 +1,152 @@
+"""Which schedule runs next: one rank of the pipeline decides, the others follow, so that all run the same sequence.
+
+The conductor is the rank of the last stage, which computes the loss. It announces every schedule by a small message before
+it starts it. A follower runs announced schedules in order, whenever its script asks for something that needs them. Nobody
+therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
+
+- a follower that reads before `backward` tells the conductor (a *demand*, acknowledged at once by its server thread), and
+  waits for the announcement; the conductor serves open demands whenever its script enters this package;
+- a conductor that reads before `backward` announces the forward half alone; the rest follows at `backward`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.runtime.remote import ControlPlane
+from pfeife_accelerate.session.call import Call, Progress
+from pfeife_accelerate.session.programs import Run
+
+_SCHEDULE = "schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read."""
+
+    run: Run
+    call: int
+    loss_values: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As a message."""
+        lists = {"loss_values": list(self.loss_values), "wanted": list(self.wanted)}
+        return {"run": self.run.value, "call": self.call, **lists}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Announcement:
+        """From a message."""
+        run, call = Run(body["run"]), int(body["call"])
+        return cls(run=run, call=call, loss_values=tuple(body["loss_values"]), wanted=tuple(body["wanted"]))
+
+
+class Conductor:
+    """The order of schedules in one pipeline, as seen by one rank."""
+
+    def __init__(self, control: ControlPlane, first_rank: int, rank: int, num_ranks: int) -> None:
+        self.control = control
+        self.rank = rank
+        self.leads = rank == num_ranks - 1
+        self._first_rank = first_rank
+        self._leader = first_rank + num_ranks - 1
+        self._followers = [first_rank + r for r in range(num_ranks) if r != num_ranks - 1]
+        self._waiting: deque[Announcement] = deque()
+        self._next_number = 0
+        self._demanded: set[int] = set()
+        self.calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+        self.recent: deque[Call] = deque(maxlen=2)
+        """The last finished calls, held so that slower ranks can still read their values."""
+        control.serve("demand", self._note_demand)
+        control.serve("value", self._give_value)
+
+    def register(self, call: Call) -> None:
+        """Make a new call known."""
+        self.calls[call.number] = call
+
+    def next_number(self) -> int:
+        """Number of the next call: the same on all ranks of the pipeline."""
+        self._next_number += 1
+        return self._next_number
+
+    def is_demanded(self, call: Call) -> bool:
+        """Whether some rank asked for values of this call before its backward."""
+        return call.number in self._demanded
+
+    # -------------------------------------------------------------------------------------------- the leading rank
+
+    def announce(self, announcement: Announcement) -> None:
+        """Tell the followers what runs next."""
+        if self._followers:
+            self.control.post(self._followers, _SCHEDULE, announcement.to_json())
+
+    # -------------------------------------------------------------------------------------------- the others
+
+    def follow(self, call: Call, progress: Progress, run: Callable[[Call, Announcement], None]) -> None:
+        """Run announced schedules until `call` has come as far as `progress`."""
+        while call.progress < progress:
+            announcement = self._waiting.popleft() if self._waiting else self._receive()
+            target = call if announcement.call == call.number else self.calls.get(announcement.call)
+            if target is None:
+                raise PfeifeError(
+                    id="PF430",
+                    what=f"rank {self.rank} has no call number {announcement.call} of the model",
+                    why="the script called the model on some ranks of the pipeline and not on others",
+                    hints=("call the model on all processes; only reading and saving may be done on one",),
+                )
+            run(target, announcement)
+
+    def demand(self, call: Call) -> None:
+        """Tell the leading rank that this call's values are wanted before its backward; returns when it knows."""
+        self.control.fetch(self._leader, "demand", str(call.number))
+
+    def _receive(self) -> Announcement:
+        return Announcement.from_json(self.control.receive(_SCHEDULE))
+
+    # -------------------------------------------------------------------------------------------- between schedules
+
+    def service(self, run: Callable[[Call, Announcement], None], serve_demand: Callable[[Call], None]) -> bool:
+        """Do what others wait for: run what is announced for calls known here; on the leading rank, serve demands."""
+        busy = False
+        if self.leads:
+            for number in sorted(self._demanded):
+                call = self.calls.get(number)
+                if call is not None and call.progress is Progress.PENDING:
+                    serve_demand(call)
+                    busy = True
+            return busy
+        while (body := self.control.poll(_SCHEDULE)) is not None:
+            self._waiting.append(Announcement.from_json(body))
+        while self._waiting and (call := self.calls.get(self._waiting[0].call)) is not None:
+            run(call, self._waiting.popleft())
+            busy = True
+        return busy
+
+    def finished(self, call: Call) -> None:
+        """Note that a call needs no more schedules."""
+        self._demanded.discard(call.number)
+        if call not in self.recent:
+            self.recent.append(call)
+
+    # -------------------------------------------------------------------------------------------- server thread
+
+    def _note_demand(self, key: str) -> torch.Tensor:
+        self._demanded.add(int(key))
+        return torch.empty(0)
+
+    def _give_value(self, key: str) -> torch.Tensor | None:
+        number, _, name = key.partition("/")
+        call = self.calls.get(int(number))
+        return None if call is None else call.values.get(name)
+
+    def fetch(self, call: Call, name: str, rank: int) -> torch.Tensor:
+        """A whole-batch value that another rank of the pipeline holds."""
+        key = f"{call.number}/{name}"
+        return self.control.fetch(self._first_rank + rank, "value", key, clock=self.control.clock)

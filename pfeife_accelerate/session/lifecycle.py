@@ -1,0 +1,185 @@
+"""The one running pipeline set-up of this process: its options, its place among the other processes, its connections.
+
+Models: start once, stop once; after the stop the place is still known, the process groups are gone.
+Ignores: how Accelerate is shown all this; `integration/` does that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pfeife_accelerate.compat import default_store
+from pfeife_accelerate.config import PfeifePlugin, process_variable
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.log import get_logger, set_rank, set_verbose
+from pfeife_accelerate.runtime import failure
+from pfeife_accelerate.runtime.executor import Executor
+from pfeife_accelerate.runtime.mesh import MeshShape, PipelineMesh, build_mesh, use_pipelines_as_world
+from pfeife_accelerate.runtime.remote import ControlPlane
+from pfeife_accelerate.runtime.transport import DistributedTransport
+from pfeife_accelerate.session.conductor import Announcement, Conductor
+
+if TYPE_CHECKING:
+    from pfeife_accelerate.session.call import Call
+    from pfeife_accelerate.session.model import PipelinedModel
+
+__all__ = ["Session", "current", "place", "start", "stop", "validate_world"]
+
+_LOGGER = get_logger(__name__)
+_BARRIER_POLL_S = 0.002
+
+
+class Session:
+    """What a process needs to take part in its pipeline."""
+
+    def __init__(self, plugin: PfeifePlugin, mesh: PipelineMesh, control: ControlPlane, device: torch.device) -> None:
+        self.plugin = plugin
+        self.mesh = mesh
+        self.process_id = os.getpid()
+        self.control = control
+        self.device = device
+        self.seed = torch.initial_seed()
+        self.transport = DistributedTransport(mesh.pipeline_group, device)
+        self.executor = Executor(self.transport, device)
+        self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)
+        self.models: list[PipelinedModel] = []
+        self._barriers = 0
+        self.synchronises: Callable[[], bool] = lambda: True
+        """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
+        control.serve("state", self._give_state)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the launch, of all pipelines, is here; meanwhile do what the others wait for."""
+        self._barriers += 1
+        topic = f"barrier {self._barriers}"
+        everyone = range(self.mesh.world_size)
+        self.control.post([r for r in everyone if r != self.mesh.world_rank], topic, {})
+        missing = self.mesh.world_size - 1
+        while missing:
+            if self.control.poll(topic) is not None:
+                missing -= 1
+            elif not self.service():
+                time.sleep(_BARRIER_POLL_S)
+
+    def service(self) -> bool:
+        """Run what other ranks wait for; called whenever the script enters this package."""
+        return self.conductor.service(self.run, lambda call: call.resolver.bring_forward(call))  # type: ignore[attr-defined]
+
+    def run(self, call: Call, announcement: Announcement) -> None:
+        """Take part in an announced schedule."""
+        call.resolver.run_announced(call, announcement)  # type: ignore[attr-defined]
+
+    def add(self, model: PipelinedModel) -> None:
+        """Make a model's parameters available to other ranks."""
+        self.models.append(model)
+
+    def parameters_counted_here(self) -> dict[int, bool]:
+        """For each parameter of a placed model, by `id`: whether this rank counts it in sums over the model."""
+        return {
+            id(parameter): model.placement.counts_here(name)
+            for model in self.models
+            for name, parameter in model.placement.parameters.items()
+        }
+
+    def hold_still(self) -> None:
+        """Before an optimizer step: nobody may read half-updated parameters."""
+        self.control.busy().__enter__()
+
+    def move_on(self) -> None:
+        """After an optimizer step."""
+        self.control.busy().__exit__(None, None, None)
+        self.control.advance_clock()
+
+    def _give_state(self, key: str) -> torch.Tensor | None:
+        index, _, name = key.partition("/")
+        return self.models[int(index)].states.get(name)
+
+
+class _Holder:
+    """A process has at most one session, as it has one default process group."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.place: MeshShape | None = None
+
+
+_HOLDER: Final = _Holder()
+
+
+def start(plugin: PfeifePlugin, device: torch.device | None = None) -> Session:
+    """Build the mesh and make pipelines the world that torch.distributed shows; later calls give the same session."""
+    running = current()
+    if running is not None:
+        if running.plugin != plugin:
+            raise PfeifeError(
+                id="PF122",
+                what="a pipeline with other options is running in this process",
+                where=f"running: {running.plugin}",
+                why="process groups and stages are made once",
+                hints=("pass the same options to every Accelerator of the script",),
+            )
+        return running
+    mesh = build_mesh(plugin.pipeline_size)
+    store = default_store()
+    set_rank(mesh.world_rank, mesh.world_size)
+    set_verbose(plugin.verbose)
+    control = ControlPlane.start(
+        mesh.world_rank, mesh.world_size, store, process_variable("MASTER_ADDR") or "127.0.0.1", "pfeife"
+    )
+    atexit.register(_leave_groups)  # runs after the guard's own handler, which waits for all ranks
+    guard = failure.install(control, mesh.world_rank, mesh.world_size)
+    use_pipelines_as_world(mesh)
+    session = Session(plugin, mesh, control, device or torch.device("cpu"))
+    guard.watch(lambda: session.transport.waiting_for)
+    _HOLDER.session = session
+    _HOLDER.place = mesh.shape
+    register_optimizer_step_pre_hook(lambda *_: session.hold_still())
+    register_optimizer_step_post_hook(lambda *_: session.move_on())
+    _LOGGER.info(
+        "pipeline %d of %d, rank %d of %d", mesh.pipeline_index, mesh.num_pipelines, mesh.rank, mesh.pipeline_size
+    )
+    return session
+def current() -> Session | None:
+    """The running session of this process, or None."""
+    session = _HOLDER.session
+    # A forked data-loading process inherits the object but not the connections.
+    return session if session is not None and session.process_id == os.getpid() else None
+
+
+def place() -> MeshShape | None:
+    """Which rank of which pipeline this process is or was; None when no session was ever started."""
+    return _HOLDER.place
+
+
+def stop() -> None:
+    """End the session: wait for all ranks, who may still need something from this one, and close the connections."""
+    session = current()
+    if session is None:
+        return
+    _HOLDER.session = None
+    if not dist.is_initialized():
+        return
+    session.barrier()
+    dist.destroy_process_group()
+
+
+def validate_world(*, world_size: int, pipeline_size: int | None) -> None:
+    """Refuse, in the launcher, what every rank would refuse after its start."""
+    MeshShape.of(world_rank=0, world_size=world_size, pipeline_size=pipeline_size)
+
+
+def _leave_groups() -> None:
+    session = current()
+    failed = session is not None and session.control.failure is not None
+    _HOLDER.session = None
+    if dist.is_initialized() and not failed and "last_value" not in vars(sys):
+        dist.destroy_process_group()

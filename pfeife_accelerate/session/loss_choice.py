@@ -1,0 +1,52 @@
+"""Whether a loss runs a micro-batch at a time, worked out once for each kind of loss."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from pfeife_accelerate.capture.deferred import FAKE_MODE
+from pfeife_accelerate.capture.expression import Expression
+from pfeife_accelerate.capture.loss import SplitLoss, split
+from pfeife_accelerate.capture.loss_states import Refused
+from pfeife_accelerate.log import get_logger, warn_once
+
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossChoice:
+    """`separable` is False for the exact two-phase order; `split` is None if there is nothing to split."""
+
+    separable: bool
+    split: SplitLoss | None = None
+
+
+class LossChooser:
+    """Choices by the losses' signatures."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, LossChoice] = {}
+
+    def choose(self, expression: Expression, batch_size: int, num_microbatches: int) -> LossChoice:
+        """How to compute this loss over this batch."""
+        if num_microbatches == 1:
+            return LossChoice(separable=True)
+        key = (expression.signature, batch_size)
+        if key not in self._known:
+            self._known[key] = self._work_out(expression, batch_size)
+        return self._known[key]
+
+    def _work_out(self, expression: Expression, batch_size: int) -> LossChoice:
+        try:
+            return LossChoice(separable=True, split=split(expression, FAKE_MODE, batch_size))
+        except Refused as refused:
+            where = refused.where or (expression.steps[-1].operation.where if expression.steps else "")
+            warn_once(
+                _LOG,
+                f"two-phase {refused.operation} {where}",
+                f"the loss does not separate over micro-batches because of {refused.operation} ({where}): "
+                "all forwards run first, then the loss over the whole batch, then all backwards. "
+                "Gradients are exact; more activations are kept than in the planned order.",
+            )
+            return LossChoice(separable=False)

@@ -1,0 +1,341 @@
+"""A pipelined model on one rank: captures calls, plans and places once, and runs what the conductor says.
+
+Reads top to bottom like a step: `__call__` captures and returns deferred outputs (training) or values (evaluation);
+`backward` and `resolve_leaf` are what the deferred outputs call back; `_run` executes one announced schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf
+from pfeife_accelerate.capture.expression import Expression, extract
+from pfeife_accelerate.capture.graph import CapturedGraph
+from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture, replay_tail
+from pfeife_accelerate.capture.op_graph import follow, to_op_graph
+from pfeife_accelerate.errors import InternalError, PfeifeError
+from pfeife_accelerate.ir.plan import PipelinePlan
+from pfeife_accelerate.log import get_logger
+from pfeife_accelerate.runtime.step import StepState
+from pfeife_accelerate.session.call import Call, Progress, promised
+from pfeife_accelerate.session.conductor import Announcement
+from pfeife_accelerate.session.gradients import GradientBook
+from pfeife_accelerate.session.loss_choice import LossChooser
+from pfeife_accelerate.session.losses import MicrobatchLoss, whole_batch_loss
+from pfeife_accelerate.session.placement import Placement
+from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
+from pfeife_accelerate.session.programs import ProgramCache, Run
+from pfeife_accelerate.session.step_data import output_gradients, step_inputs
+
+if TYPE_CHECKING:
+    from pfeife_accelerate.session.lifecycle import Session
+
+_LOG = get_logger(__name__)
+_RESULT_TAG = 1 << 27
+
+
+class PipelinedModel:
+    """One prepared model; `module` keeps its identity and its parameters' identity."""
+
+    def __init__(
+        self, session: Session, module: nn.Module, device: torch.device, autocast: tuple[str, torch.dtype] | None
+    ) -> None:
+        self.session = session
+        self.module = module
+        self.device = device
+        self.autocast = autocast
+        self.capture = ModelCapture(module, device)
+        self.conductor = session.conductor
+        self.loss_chooser = LossChooser()
+        self.synchronises = True
+        self.plan: PipelinePlan | None = None
+        self.states: dict[str, torch.Tensor]
+        self.placement: Placement
+        self.programs: ProgramCache
+        self.gradients: GradientBook
+        self._cuts: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {}
+
+    # -------------------------------------------------------------------------------------------- the script's calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `model(...)` does: deferred outputs if gradients are wanted, values otherwise."""
+        self.session.service()
+        training = torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
+        captured = self.capture.call(args, kwargs, self.autocast)
+        call = self._new_call(captured)
+        if self.plan is None:
+            self._plan(call)
+        if training:
+            return captured.outputs_with(lambda i: self._deferred_output(call, i), half_to_float=self.autocast)
+        self._evaluate(call)
+        values = self._tail_values(call)
+        return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
+
+    def _new_call(self, captured: CapturedCall) -> Call:
+        call = Call(
+            self.conductor.next_number(), self, captured.graph, captured.arguments, captured.bindings, self.autocast
+        )
+        self.conductor.register(call)
+        return call
+
+    def _plan(self, call: Call) -> None:
+        mesh = self.session.mesh
+        plan = agree_on_plan(self.session.plugin, mesh, call, self.device)
+        self.states = self.capture.states()
+        self.placement = Placement(plan, self.states, mesh.rank)
+        self.programs = ProgramCache(plan.spec, plan.stage_ranks, mesh.rank)
+        self.gradients = GradientBook(self.placement)
+        self._cuts[id(call.graph)] = (call.graph, plan.slicing.cuts)
+        self.placement.apply(self.device, self.session.transport)
+        self.plan = plan
+        self.session.add(self)
+
+    def cuts(self, call: Call) -> tuple[int, ...]:
+        """Where this call's graph is cut: as planned, or so that the parameters can stay where they are."""
+        assert self.plan is not None
+        if id(call.graph) not in self._cuts:
+            rows = max(1, call.batch_size // num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size))
+            graph = to_op_graph(call.graph, call.micro_bindings(rows))
+            found = follow(call.graph, graph, self.placement.stages_of, len(self.plan.stages))
+            self._cuts[id(call.graph)] = (call.graph, found)
+        return self._cuts[id(call.graph)][1]
+
+    def _deferred_output(self, call: Call, index: int) -> Any:
+        node = call.graph.outputs[index]
+        if node in call.graph.tail:
+            return self._replayed_tail(call)[node]
+        return call.deferred(node.name, visible=True)
+
+    def _replayed_tail(self, call: Call) -> Mapping[Any, Any]:
+        """The model's own loss operations, recorded as if the script had written them."""
+        if call.tail is None:
+            call.tail = replay_tail(call.graph, call.arguments, call.bindings, self._leaf_for(call))
+        return call.tail
+
+    def _leaf_for(self, call: Call) -> Callable[[str], Any]:
+        return lambda name: call.deferred(name, visible=False)
+
+    # -------------------------------------------------------------------------------------------- evaluation
+
+    def _evaluate(self, call: Call) -> None:
+        names = call.graph.result_names()
+        if self.conductor.leads:
+            self._start(call, Announcement(run=Run.EVALUATE, call=call.number, wanted=names))
+        else:
+            self.conductor.follow(call, Progress.DONE, self._run)
+
+    def _tail_values(self, call: Call) -> Mapping[Any, Any]:
+        with torch.no_grad():
+            tail = replay_tail(call.graph, call.arguments, call.bindings, call.values.__getitem__)
+        return {node: tail[node] if node in call.graph.tail else call.values[node.name] for node in call.graph.results()}
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
+        """A leaf's whole-batch value on this rank; starts the forward half if nothing has run yet."""
+        call: Call = leaf.call  # type: ignore[assignment]
+        if call.progress is Progress.PENDING:
+            self.bring_forward(call)
+        if leaf.value not in call.values:
+            call.values[leaf.value] = self._fetch(call, leaf.value)
+        return call.values[leaf.value]
+
+    def bring_forward(self, call: Call) -> None:
+        """Run the call's forward half now, or, on a following rank, whatever the conductor has decided on."""
+        if self.conductor.leads:
+            self._start(call, self._forward_announcement(call))
+        else:
+            self.conductor.demand(call)
+            self.conductor.follow(call, Progress.FORWARDED, self._run)
+
+    def _forward_announcement(self, call: Call) -> Announcement:
+        return Announcement(run=Run.FORWARD, call=call.number, loss_values=call.reachable())
+
+    def _fetch(self, call: Call, name: str) -> torch.Tensor:
+        assert self.plan is not None
+        ranks = self.plan.stage_ranks
+        producer = ranks[call.staged.producer_of[name]] if name in call.staged.producer_of else ranks[-1]
+        error: PfeifeError | None = None
+        for rank in dict.fromkeys((producer, ranks[-1])):
+            if rank == self.session.mesh.rank:
+                continue
+            try:
+                return self.conductor.fetch(call, name, rank).to(self.device)
+            except PfeifeError as failure:
+                error = failure
+        raise PfeifeError(
+            id="PF504",
+            what=f"the value {name!r} of an earlier step is no longer held by any rank",
+            why="values that no variable of the script referred to when the step ran are freed with it",
+            hints=("read it before the next step", "keep the output in a variable on every rank while the step runs"),
+        ) from error
+
+    # -------------------------------------------------------------------------------------------- backward
+
+    def backward(self, loss: DeferredTensor, gradient: torch.Tensor | None, retain_graph: bool) -> None:
+        """What `loss.backward()` does; afterwards every own parameter has its gradient."""
+        expression = extract(loss)
+        calls = list({id(leaf.call): leaf.call for leaf in expression.leaf_info}.values())
+        for call in calls:
+            if not call.differentiable:
+                if call.held_gradients is None:
+                    raise _second_backward()
+        for call in calls:
+            call.asked = True  # type: ignore[attr-defined]
+        if self.conductor.leads:
+            self._lead_backward(expression, calls, gradient)  # type: ignore[arg-type]
+        for call in calls:
+            model: PipelinedModel = call.resolver  # type: ignore[attr-defined]
+            self.conductor.follow(call, Progress.DONE, self.session.run)  # type: ignore[arg-type]
+            model.gradients.release(call)  # type: ignore[arg-type]
+        self._promise(expression, calls[-1])  # type: ignore[arg-type]
+        for model in {id(c.resolver): c.resolver for c in calls}.values():  # type: ignore[attr-defined]
+            if model.synchronises and self.session.synchronises():
+                model.gradients.synchronise(self.session)
+
+    def _promise(self, expression: Expression, call: Call) -> None:
+        scalars = call.scalars
+        if scalars is None or len(scalars) != len(expression.scalars):
+            raise InternalError(id="PF505", what="ranks of the pipeline recorded different losses in one step")
+        for value, (_, record) in zip(scalars, expression.scalars, strict=True):
+            if record.value is None:
+                record.promise = promised(value, record)
+
+    def _lead_backward(self, expression: Expression, calls: list[Call], gradient: torch.Tensor | None) -> None:
+        loss_values = tuple(dict.fromkeys(leaf.value for leaf in expression.leaf_info))
+        only = calls[0]
+        if len(calls) == 1 and only.progress is Progress.PENDING and not self.conductor.is_demanded(only):
+            number = num_microbatches(self.session.plugin, only, self.session.mesh.pipeline_size)
+            choice = self.loss_chooser.choose(expression, only.batch_size, number)
+            if choice.separable:
+                loss = MicrobatchLoss(expression, choice.split, gradient)
+                wanted = tuple(only.visible)
+                announcement = Announcement(run=Run.PLANNED, call=only.number, loss_values=loss_values, wanted=wanted)
+                self._start(only, announcement, loss=loss)
+                return
+        self._exact_order(expression, calls, gradient)
+
+    def _exact_order(self, expression: Expression, calls: list[Call], gradient: torch.Tensor | None) -> None:
+        """All forwards, the whole batch's loss, all backwards."""
+        for call in calls:
+            if call.progress is Progress.PENDING:
+                call.resolver._start(call, call.resolver._forward_announcement(call))  # type: ignore[attr-defined]
+        leaves = [leaf.call.values[leaf.value] for leaf in expression.leaf_info]  # type: ignore[attr-defined]
+        scalars, gradients = whole_batch_loss(expression, leaves, gradient)
+        for call in reversed(calls):
+            own = {
+                leaf.value: g
+                for leaf, g in zip(expression.leaf_info, gradients, strict=True)
+                if leaf.call is call and g is not None
+            }
+            announcement = Announcement(run=Run.BACKWARD, call=call.number, loss_values=call.loss_values)
+            call.resolver._start(call, announcement, gradients=own, scalars=scalars)  # type: ignore[attr-defined]
+
+    # -------------------------------------------------------------------------------------------- running
+
+    def _start(self, call: Call, announcement: Announcement, **loss: Any) -> None:
+        self.conductor.announce(announcement)
+        self._run(call, announcement, **loss)
+
+    def run_announced(self, call: Call, announcement: Announcement) -> None:
+        """Take part in a schedule that another rank started."""
+        self._run(call, announcement)
+
+    @contextmanager
+    def plain_forward(self) -> Iterator[None]:
+        """The module with its own `forward`, as long as the context lasts."""
+        ours, self.module.forward = self.module.forward, self.capture.original_forward
+        try:
+            yield
+        finally:
+            self.module.forward = ours
+
+    def _run(
+        self,
+        call: Call,
+        announcement: Announcement,
+        *,
+        loss: MicrobatchLoss | None = None,
+        gradients: Mapping[str, torch.Tensor] | None = None,
+        scalars: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Take this rank's part in one announced schedule."""
+        run = announcement.run
+        number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
+        needed = (*announcement.loss_values, *(n for n in announcement.wanted if n not in announcement.loss_values))
+        if run is not Run.BACKWARD:
+            call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
+            call.loss_values = announcement.loss_values
+            call.state = StepState(number)
+            call.inputs = step_inputs(self, call, number, training=run is not Run.EVALUATE)
+        assert call.state is not None
+        program = self.programs.program(call.staged, needed, call.loss_values, run, number)
+        inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
+        goes_back = run in (Run.PLANNED, Run.BACKWARD)
+        with self.gradients.collecting(call, self.session) if goes_back else nullcontext():
+            self.session.executor.run(program, inputs, call.state)
+        self._keep(call)
+        if goes_back:
+            self._exchange_scalars(call, loss.totals() if loss is not None else scalars)
+        if run is Run.EVALUATE:
+            self._share_values(call, announcement.wanted)
+        call.progress = Progress.FORWARDED if run is Run.FORWARD else Progress.DONE
+        if call.progress is Progress.DONE:
+            call.release()
+            self.conductor.finished(call)
+        self.session.control.advance_clock()
+
+    def _keep(self, call: Call) -> None:
+        assert call.state is not None
+        for name, parts in call.state.kept.items():
+            call.values[name] = call.whole(name, parts)
+        call.state.kept.clear()
+
+    def _exchange_scalars(self, call: Call, scalars: list[torch.Tensor] | None) -> None:
+        """The loss rank tells the others the loss and the other one-element values."""
+        transport = self.session.transport
+        leader = self.session.mesh.pipeline_size - 1
+        if self.conductor.leads:
+            assert scalars is not None
+            numbers = torch.stack([s.detach().reshape(()).to(torch.float64) for s in scalars]).to(self.device)
+            count = torch.tensor([len(scalars)], dtype=torch.int64, device=self.device)
+            for peer in range(leader):
+                transport.send(count, peer, _RESULT_TAG)
+                transport.send(numbers, peer, _RESULT_TAG + 1)
+        else:
+            count = transport.post_receive((1,), torch.int64, self.device, leader, _RESULT_TAG).wait()
+            numbers = transport.post_receive((int(count),), torch.float64, self.device, leader, _RESULT_TAG + 1).wait()
+        call.scalars = numbers.tolist()
+        transport.flush()
+
+    def _share_values(self, call: Call, names: tuple[str, ...]) -> None:
+        """After an evaluation every rank gets every result."""
+        assert self.plan is not None
+        transport, mesh = self.session.transport, self.session.mesh
+        pending = {}
+        for i, name in enumerate(names):
+            owner = self.plan.stage_ranks[call.staged.producer_of[name]]
+            if owner == mesh.rank:
+                for peer in range(mesh.pipeline_size):
+                    if peer != mesh.rank:
+                        transport.send(call.values[name], peer, _RESULT_TAG + 2 + i)
+            else:
+                info = call.info(name)
+                pending[name] = transport.post_receive(info.shape, info.dtype, self.device, owner, _RESULT_TAG + 2 + i)
+        call.values.update({name: receive.wait() for name, receive in pending.items()})
+        transport.flush()
+
+
+def _second_backward() -> PfeifeError:
+    return PfeifeError(
+        id="PF506",
+        what="backward was called a second time through the same call of the model",
+        why="the stages' graphs were freed by the first",
+        hints=("add the losses and call backward once", "call the model again"),
+    )

@@ -1,0 +1,116 @@
+"""Which rank holds which parameter, and giving up the memory of the others.
+
+A parameter lives on the ranks whose stages read it: one, or several if it is tied across stages. Elsewhere the same Python
+object becomes a meta tensor, so that misuse raises. A parameter that no stage reads stays on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from pfeife_accelerate.ir.plan import PipelinePlan
+from pfeife_accelerate.runtime.transport import AbstractTransport
+
+_TIE_TAG = 1 << 26
+
+
+class Placement:
+    """Where each parameter and buffer of a model lives in the pipeline."""
+
+    def __init__(self, plan: PipelinePlan, states: Mapping[str, torch.Tensor], rank: int) -> None:
+        self.rank = rank
+        self.stages_of: dict[str, tuple[int, ...]] = {}
+        for stage in plan.stages:
+            for name in stage.params:
+                self.stages_of[name] = (*self.stages_of.get(name, ()), stage.index)
+        self.ranks_of = {
+            name: tuple(sorted({plan.stage_ranks[s] for s in stages})) for name, stages in self.stages_of.items()
+        }
+        self.parameters = {n: t for n, t in states.items() if isinstance(t, nn.Parameter)}
+        self.buffers = {n: t for n, t in states.items() if not isinstance(t, nn.Parameter)}
+        self.own = {n: p for n, p in self.parameters.items() if rank in self.ranks_of.get(n, (rank,))}
+        self.placed = {n: p for n, p in self.own.items() if n in self.ranks_of}
+        self.shared = {n: p for n, p in self.placed.items() if len(self.ranks_of[n]) > 1}
+
+    def owner(self, name: str) -> int:
+        """The rank that answers for a parameter or buffer."""
+        return self.ranks_of.get(name, (0,))[0]
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank is the one that counts the parameter in sums over the model."""
+        return self.owner(name) == self.rank
+
+    def apply(self, device: torch.device, transport: AbstractTransport) -> None:
+        """Move own parameters and all buffers to the device, free the others, make tied copies equal."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if name in self.own:
+                    if parameter.device != device:
+                        parameter.data = parameter.data.to(device)
+                else:
+                    _to_meta(parameter)
+            for buffer in self.buffers.values():
+                if buffer.device != device:
+                    buffer.data = buffer.data.to(device)
+            self._equalise(transport)
+
+    def _equalise(self, transport: AbstractTransport) -> None:
+        for i, (name, parameter) in enumerate(sorted(self.shared.items())):
+            owner, *others = self.ranks_of[name]
+            if self.rank == owner:
+                for other in others:
+                    transport.send(parameter.detach(), other, _TIE_TAG + _tag(self.parameters, name))
+            else:
+                receive = transport.post_receive(
+                    tuple(parameter.shape), parameter.dtype, parameter.device, owner, _TIE_TAG + _tag(self.parameters, name)
+                )
+                parameter.copy_(receive.wait())
+        transport.flush()
+
+    def sum_shared(self, transport: AbstractTransport, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Sums over the holding ranks of the gradients of tied parameters; the same bits on every holder."""
+        summed: dict[str, torch.Tensor] = {}
+        names = sorted(self.shared)
+        for name in names:
+            owner = self.ranks_of[name][0]
+            if self.rank != owner:
+                gradient = gradients.get(name)
+                zero = torch.zeros_like(self.shared[name]) if gradient is None else gradient
+                transport.send(zero, owner, _TIE_TAG + _tag(self.parameters, name))
+        for name in names:
+            summed[name] = self._sum_one(transport, name, gradients.get(name))
+        transport.flush()
+        return summed
+
+    def _sum_one(self, transport: AbstractTransport, name: str, own: torch.Tensor | None) -> torch.Tensor:
+        parameter, (owner, *others) = self.shared[name], self.ranks_of[name]
+        shape, tag = tuple(parameter.shape), _TIE_TAG + _tag(self.parameters, name)
+        if self.rank != owner:
+            return transport.post_receive(shape, parameter.dtype, parameter.device, owner, tag).wait()
+        total = torch.zeros_like(parameter) if own is None else own.clone()
+        for other in others:
+            total += transport.post_receive(shape, parameter.dtype, parameter.device, other, tag).wait()
+        for other in others:
+            transport.send(total, other, tag)
+        return total
+
+
+def _tag(parameters: Mapping[str, torch.Tensor], name: str) -> int:
+    return list(parameters).index(name)
+
+
+def _to_meta(parameter: nn.Parameter) -> None:
+    """Free a parameter's memory and keep its Python object: names, groups and `requires_grad` stay as they are."""
+    if parameter.device.type == "meta":
+        return
+    parameter.grad = None
+    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, empty)
+
+
+def stage_names(plan: PipelinePlan) -> Sequence[tuple[str, ...]]:
+    """Parameter names by stage."""
+    return [stage.params for stage in plan.stages]

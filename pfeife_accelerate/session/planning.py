@@ -1,0 +1,113 @@
+"""Profile, plan, agree: what happens once, at the first call of a model.
+
+World rank 0 measures the operations and plans; every rank gets the plan as JSON and checks that its own graph has the
+plan's fingerprint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pfeife_accelerate.capture.measurable import measurable_ops
+from pfeife_accelerate.capture.op_graph import to_op_graph
+from pfeife_accelerate.config import PfeifePlugin
+from pfeife_accelerate.cost.hardware import device_spec, link_spec
+from pfeife_accelerate.cost.op_profile import measure
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import CostTable, Machine, OpGraph, PipelinePlan, from_json, to_json
+from pfeife_accelerate.log import get_logger, warn_once
+from pfeife_accelerate.planner.search import SearchOptions, make_plan
+from pfeife_accelerate.runtime.mesh import PipelineMesh
+from pfeife_accelerate.runtime.microbatch import divide
+from pfeife_accelerate.session.call import Call
+
+_LOG = get_logger(__name__)
+
+
+def num_microbatches(plugin: PfeifePlugin, call: Call, num_ranks: int) -> int:
+    """How many micro-batches this call's batch is divided into."""
+    if call.graph.refusal is not None and call.batch_size > 1:
+        warn_once(
+            _LOG,
+            f"whole batch {call.graph.refusal}",
+            f"the batch is not divided into micro-batches: {call.graph.refusal}. Stages run one after the other.",
+        )
+    if call.graph.refusal is not None:
+        return 1
+    wanted = plugin.num_microbatches or 2 * num_ranks
+    return max(1, min(wanted, call.batch_size))
+
+
+def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
+    """The plan that all ranks of the launch will follow.
+
+    Raises: PfeifeError PF222 if a rank captured another model, and the planner's own errors.
+    """
+    number = num_microbatches(plugin, call, mesh.pipeline_size)
+    rows = divide(call.batch_size, number)[0].count
+    graph = to_op_graph(call.graph, call.micro_bindings(rows))
+    text = ""
+    if mesh.world_rank == 0:
+        plan = _stored_plan(plugin, graph) or _new_plan(plugin, mesh, call, graph, number, device)
+        text = to_json(plan)
+        if plugin.plan_file and not Path(plugin.plan_file).exists():
+            Path(plugin.plan_file).write_text(text)
+    plan = from_json(_broadcast_text(text, mesh))
+    if plan.graph_fingerprint != graph.fingerprint:
+        raise PfeifeError(
+            id="PF222",
+            what=f"rank {mesh.world_rank} captured another graph of the model than rank 0",
+            why="the script builds the model, or its first batch, differently from process to process",
+            hints=("build the model alike on all processes", "give the first batch the same shape on all pipelines"),
+        )
+    return plan
+
+
+def _stored_plan(plugin: PfeifePlugin, graph: OpGraph) -> PipelinePlan | None:
+    path = Path(plugin.plan_file) if plugin.plan_file else None
+    if path is None or not path.exists():
+        return None
+    plan = from_json(path.read_text())
+    if plan.graph_fingerprint != graph.fingerprint:
+        raise PfeifeError(
+            id="PF223",
+            what=f"the plan in {path} was made for another model, batch size or version",
+            where=f"plan_file: {path}",
+            why="its fingerprint differs from that of the captured graph",
+            hints=("remove the file: a new plan is made and stored there",),
+        )
+    return plan
+
+
+def _new_plan(
+    plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, graph: OpGraph, number: int, device: torch.device
+) -> PipelinePlan:
+    rows = divide(call.batch_size, number)[0].count
+    ops = measurable_ops(call.graph, call.micro_bindings(rows), device, autocast=call.autocast)
+    costs = CostTable(ops=measure(ops, device))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    machine = Machine(devices=(device_spec(device, local_ranks=mesh.world_size),), link=link_spec(backend))
+    options = SearchOptions(
+        num_microbatches=number,
+        schedule=plugin.schedule,
+        num_loops=plugin.num_loops,
+        microbatches_per_loop=plugin.microbatches_per_loop,
+        prefetch_forwards=plugin.prefetch_forwards,
+        split_points=plugin.split_points,
+    )
+    return make_plan(graph, costs, machine, mesh.pipeline_size, number, options)
+
+
+def _broadcast_text(text: str, mesh: PipelineMesh) -> str:
+    """World rank 0's text on every rank (bytes in a tensor: nothing is unpickled)."""
+    group = mesh.world_control_group
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()], dtype=torch.int64)
+    dist.broadcast(size, group=group, group_src=0)
+    if mesh.world_rank != 0:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=0)
+    return bytes(data.tolist()).decode()

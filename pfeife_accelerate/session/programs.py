@@ -1,0 +1,106 @@
+"""Rank programs out of a plan: stages, messages and lowered action lists, one for each kind of schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+
+from pfeife_accelerate.capture.graph import CapturedGraph
+from pfeife_accelerate.capture.split import StagedGraph, split
+from pfeife_accelerate.ir.actions import Schedule, ScheduleSpec
+from pfeife_accelerate.runtime.step import MessageValues, RankProgram
+from pfeife_accelerate.schedule import Message, backward_only, build_for, forward_only, lower
+
+
+class Run(str, Enum):
+    """The kinds of schedule that a step consists of."""
+
+    PLANNED = "planned"  #: forwards and backwards in the planned order, the loss in between
+    FORWARD = "forward"  #: first half of the exact order
+    BACKWARD = "backward"  #: its second half
+    EVALUATE = "evaluate"  #: forwards alone, nothing kept for a backward
+
+
+class ProgramCache:
+    """Programs of one model on one rank, made when first needed."""
+
+    def __init__(self, spec: ScheduleSpec, stage_ranks: Sequence[int], rank: int) -> None:
+        self.spec = spec
+        self.stage_ranks = tuple(stage_ranks)
+        self.rank = rank
+        self._staged: dict[tuple[int, tuple[int, ...], tuple[str, ...]], StagedGraph] = {}
+        self._programs: dict[tuple[int, tuple[str, ...], tuple[str, ...], Run, int], RankProgram] = {}
+        self._graphs: dict[int, CapturedGraph] = {}
+
+    def staged(self, graph: CapturedGraph, cuts: tuple[int, ...], needed: tuple[str, ...]) -> StagedGraph:
+        """The graph in stages that make the needed values."""
+        self._graphs[id(graph)] = graph  # keeps the id from being used again
+        key = (id(graph), cuts, needed)
+        if key not in self._staged:
+            self._staged[key] = split(graph, cuts, needed)
+        return self._staged[key]
+
+    def program(
+        self, staged: StagedGraph, needed: tuple[str, ...], loss_values: tuple[str, ...], run: Run, num_microbatches: int
+    ) -> RankProgram:
+        """This rank's program; `loss_values` are delivered to the last stage's rank."""
+        key = (id(staged), needed, loss_values, run, num_microbatches)
+        if key not in self._programs:
+            self._programs[key] = self._make(staged, loss_values, run, num_microbatches)
+        return self._programs[key]
+
+    def _make(self, staged: StagedGraph, loss_values: tuple[str, ...], run: Run, num_microbatches: int) -> RankProgram:
+        readers = _readers(staged, loss_values, len(self.stage_ranks) - 1)
+        messages, contents = self._messages(staged, readers)
+        schedule = build_for(self.spec, num_microbatches)
+        match run:
+            case Run.PLANNED:
+                pass
+            case Run.FORWARD | Run.EVALUATE:
+                schedule = forward_only(schedule)
+            case Run.BACKWARD:
+                schedule = backward_only(schedule)
+        lowered = lower(_on_ranks(schedule, self.stage_ranks), messages)
+        own = {name: tuple(s for s in stages if self.stage_ranks[s] == self.rank) for name, stages in readers.items()}
+        return RankProgram(
+            rank=self.rank,
+            actions=lowered.per_rank[self.rank],
+            stages={s.index: s for s in staged.stages if self.stage_ranks[s.index] == self.rank},
+            stage_ranks=self.stage_ranks,
+            messages=contents,
+            readers={name: stages for name, stages in own.items() if stages},
+            loss_values=loss_values,
+        )
+
+    def _messages(
+        self, staged: StagedGraph, readers: dict[str, tuple[int, ...]]
+    ) -> tuple[tuple[Message, ...], dict[tuple[int, int], MessageValues]]:
+        by_pair: dict[tuple[int, int], dict[str, set[int]]] = {}
+        for name, stages in readers.items():
+            for stage in stages:
+                pair = (staged.producer_of[name], self.stage_ranks[stage])
+                by_pair.setdefault(pair, {}).setdefault(name, set()).add(stage)
+        messages, contents = [], {}
+        for (producer, rank), values in sorted(by_pair.items()):
+            names = tuple(sorted(values))
+            with_grad = tuple(n for n in names if staged.graph.node_of[n].meta["example_value"].requires_grad)
+            stages = tuple(sorted(set().union(*values.values())))
+            messages.append(
+                Message(producer_stage=producer, consumer_rank=rank, consumer_stages=stages, has_grad=bool(with_grad))
+            )
+            contents[producer, rank] = MessageValues(values=names, with_grad=with_grad)
+        return tuple(messages), contents
+
+
+def _readers(staged: StagedGraph, loss_values: Sequence[str], loss_stage: int) -> dict[str, tuple[int, ...]]:
+    """Who reads each value; the loss counts as a part of the last stage."""
+    readers = {name: set(stages) for name, stages in staged.readers_of.items()}
+    for name in loss_values:
+        if staged.producer_of[name] != loss_stage:
+            readers[name].add(loss_stage)
+    return {name: tuple(sorted(stages)) for name, stages in readers.items() if stages}
+
+
+def _on_ranks(schedule: Schedule, stage_ranks: tuple[int, ...]) -> Schedule:
+    return replace(schedule, stage_ranks=stage_ranks)

@@ -1,0 +1,66 @@
+"""A plan survives JSON exactly, and nothing else gets in."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pfeife_accelerate.errors import InternalError, PfeifeError
+from pfeife_accelerate.ir import from_json, to_json
+from pfeife_accelerate.ir.codec import encode
+from pfeife_accelerate.planner import SearchOptions, make_plan
+
+
+@pytest.fixture
+def plan(chain, costs, machine):
+    options = SearchOptions(schedule="looped", num_loops=2)
+    return make_plan(chain(9, skips=((0, 8),)), costs([0.1] * 9), machine(bytes_per_s=3e3), 2, 4, options)
+
+
+def test_round_trip_is_exact(plan):
+    assert from_json(to_json(plan)) == plan
+    assert to_json(from_json(to_json(plan))) == to_json(plan)
+
+
+def test_every_bit_of_a_float_survives(plan):
+    odd = replace(plan, estimate=replace(plan.estimate, step_s=0.1 + 0.2))
+    assert from_json(to_json(odd)).estimate.step_s == 0.1 + 0.2
+
+
+def _edited(plan, edit):
+    data = json.loads(to_json(plan))
+    edit(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(version=2), "PF162 the plan has version 2"),
+        (lambda d: d.pop("version"), "PF162 the plan has version None"),
+        (lambda d: d.update(slicin=1), r"PF163 unknown key 'slicin' in plan(.|\n)*did you mean 'slicing'"),
+        (lambda d: d["stages"][1].update(gpu=1), r"PF163 unknown key 'gpu' in plan\.stages\[1\]"),
+        (lambda d: d["stages"][0].pop("rank"), r"PF163 plan\.stages\[0\] has no 'rank'"),
+        (lambda d: d["spec"].update(family="lopped"), r"PF164 plan\.spec\.family is 'lopped'"),
+        (lambda d: d["stages"][0].update(rank="0"), r"PF164 plan\.stages\[0\]\.rank is '0'"),
+        (lambda d: d["stages"][0].update(rank=True), r"PF164 plan\.stages\[0\]\.rank is True"),
+        (lambda d: d["stages"][0].update(op_range=[1]), r"PF164 plan\.stages\[0\]\.op_range(.|\n)*2 items"),
+        (lambda d: d["slicing"].update(cuts=3), r"PF164 plan\.slicing\.cuts is 3(.|\n)*a list"),
+        (lambda d: d.update(spec=[]), r"PF164 plan\.spec is \[\](.|\n)*an object"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_its_place(plan, edit, message):
+    with pytest.raises(PfeifeError, match=message):
+        from_json(_edited(plan, edit))
+
+
+def test_other_files_are_refused():
+    with pytest.raises(PfeifeError, match="PF161 the plan is not JSON"):
+        from_json("\x80pickle")
+    with pytest.raises(PfeifeError, match="PF162"):
+        from_json("[]")
+
+
+def test_only_plain_data_is_written():
+    with pytest.raises(InternalError, match="PF165 cannot write set"):
+        encode({1})
