@@ -29,6 +29,8 @@ def autoload() -> None:
     """Arm the hooks; safe to call any number of times. Target of the entry point in group `torch.backends`."""
     try:
         when_imported(_LIBRARY, _install_seams)
+        if _section_present():
+            _install_torch_seams()
     except Exception as error:
         if _section_present():
             warnings.warn(f"pfeife_accelerate could not be loaded and does nothing: {error!r}", stacklevel=2)
@@ -49,6 +51,22 @@ def _section_present() -> bool:
     return bool(names) and enabled not in ("0", "false", "no", "off")
 
 
+def install_active_seams() -> None:
+    """Put in every seam that a configured pipeline needs; those of libraries not imported yet, at their import."""
+    from pfeife_accelerate.integration import seams
+
+    seams.install(seams.SeamGroup.ACTIVE)
+    seams.install(seams.SeamGroup.TORCH)
+    when_imported("transformers.trainer", lambda: seams.install(seams.SeamGroup.TRAINER))
+    when_imported("transformers.training_args", lambda: seams.install(seams.SeamGroup.ARGUMENTS))
+
+
+def _install_torch_seams() -> None:
+    from pfeife_accelerate.integration import seams
+
+    seams.install(seams.SeamGroup.TORCH)
+
+
 def _install_seams() -> None:
     from pfeife_accelerate.integration import seams
 
@@ -57,7 +75,7 @@ def _install_seams() -> None:
         seams.install(seams.SeamGroup.LAUNCH)
         seams.install(seams.SeamGroup.ALWAYS)
         if is_active:
-            seams.install(seams.SeamGroup.ACTIVE)
+            install_active_seams()
     except Exception as error:
         if is_active:
             raise

@@ -38,9 +38,10 @@ def activate(plugin: PfeifePlugin) -> None:
             hints=("from pfeife_accelerate import PfeifePlugin",),
         )
     # Light until here: this module is loaded in scripts that do not use us.
-    from pfeife_accelerate.integration import process_view, seams
+    from pfeife_accelerate._autoload import install_active_seams
+    from pfeife_accelerate.integration import process_view
 
     lower = PfeifePlugin.from_environment() if is_enabled() else PfeifePlugin()
     export(overlay(plugin, lower))
-    seams.install(seams.SeamGroup.ACTIVE)
+    install_active_seams()
     process_view.enter_if_made()

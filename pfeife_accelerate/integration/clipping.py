@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pfeife_accelerate import session
-
 
 def clip_grad_norm_(
     original: Callable[..., torch.Tensor],
@@ -23,6 +21,9 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """Hook of `torch.nn.utils.clip_grad_norm_`."""
+    # This module is loaded together with torch; the session is not needed before there is a model.
+    from pfeife_accelerate import session
+
     everything = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     running = session.current()
     counts = {} if running is None else running.parameters_counted_here()

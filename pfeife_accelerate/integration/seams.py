@@ -29,6 +29,9 @@ class SeamGroup(Enum):
     LAUNCH = "with accelerate, for its launcher"
     ALWAYS = "with accelerate"
     ACTIVE = "when a pipeline is configured"
+    TORCH = "when a pipeline is configured, with torch itself"
+    TRAINER = "when a pipeline is configured, with transformers' Trainer"
+    ARGUMENTS = "when a pipeline is configured, with transformers' TrainingArguments"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,11 @@ def _launch(owner: str, name: str, hook: str, signature: str) -> Seam:
 
 def _view(owner: str, name: str, hook: str, signature: str) -> Seam:
     return Seam(owner=owner, name=name, hook=f"{_VIEW}:{hook}", signature=signature, when=SeamGroup.ACTIVE)
+
+
+def _trainer(owner: str, name: str, when: SeamGroup) -> Seam:
+    hook = f"pfeife_accelerate.integration.trainer:{name}"
+    return Seam(owner=owner, name=name, hook=hook, signature="(self)", when=when)
 
 
 SEAMS: Final[tuple[Seam, ...]] = (
@@ -105,12 +113,23 @@ SEAMS: Final[tuple[Seam, ...]] = (
         when=SeamGroup.ACTIVE,
     ),
     Seam(
+        owner=_ACCELERATOR,
+        name="save_model",
+        hook="pfeife_accelerate.integration.state:save_model",
+        signature="(self, model, save_directory, ...)",
+        when=SeamGroup.ACTIVE,
+    ),
+    # Put in as soon as torch is there: `from torch.nn.utils import clip_grad_norm_` may come before accelerate.
+    Seam(
         owner="torch.nn.utils",
         name="clip_grad_norm_",
         hook="pfeife_accelerate.integration.clipping:clip_grad_norm_",
         signature="(parameters, max_norm, norm_type, error_if_nonfinite, foreach)",
-        when=SeamGroup.ACTIVE,
+        when=SeamGroup.TORCH,
     ),
+    _trainer("transformers.trainer:Trainer", "is_world_process_zero", SeamGroup.TRAINER),
+    _trainer("transformers.training_args:TrainingArguments", "should_save", SeamGroup.ARGUMENTS),
+    _trainer("transformers.training_args:TrainingArguments", "should_log", SeamGroup.ARGUMENTS),
 )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pfeife_accelerate.compat import default_store
@@ -81,6 +82,10 @@ class Session:
     def add(self, model: PipelinedModel) -> None:
         """Make a model's parameters available to other ranks."""
         self.models.append(model)
+
+    def model_of(self, module: nn.Module) -> PipelinedModel | None:
+        """The pipelined model behind a module that has been planned and placed."""
+        return next((model for model in self.models if model.module is module), None)
 
     def parameters_counted_here(self) -> dict[int, bool]:
         """For each parameter of a placed model, by `id`: whether this rank counts it in sums over the model."""

@@ -1,0 +1,27 @@
+"""Hooks on Accelerate's saving calls: what is saved is the whole model, written once.
+
+Models: `save_model`, which looks at the parameters themselves and not only at the state dict.
+Ignores: `get_state_dict`, `unwrap_model(...).state_dict()` and `save_pretrained`, which need no hook (see `session.whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from pfeife_accelerate import session
+from pfeife_accelerate.session.whole import whole_module
+
+
+def save_model(original: Callable[..., Any], accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Hook of `Accelerator.save_model`: the ranks that write see the whole model; the others have nothing to do."""
+    running = session.current()
+    pipelined = None if running is None else running.model_of(model)
+    if pipelined is None:
+        return original(accelerator, model, *args, **kwargs)
+    if not (accelerator.is_main_process or accelerator.is_local_main_process):
+        return None
+    with whole_module(pipelined):
+        return original(accelerator, model, *args, **kwargs)
