@@ -119,6 +119,20 @@ SEAMS: Final[tuple[Seam, ...]] = (
         signature="(self, model, save_directory, ...)",
         when=SeamGroup.ACTIVE,
     ),
+    Seam(
+        owner=_ACCELERATOR,
+        name="prepare_optimizer",
+        hook="pfeife_accelerate.integration.state:prepare_optimizer",
+        signature="(self, optimizer, device_placement)",
+        when=SeamGroup.ACTIVE,
+    ),
+    Seam(
+        owner="accelerate.accelerator",
+        name="save_accelerator_state",
+        hook="pfeife_accelerate.integration.state:save_accelerator_state",
+        signature="(output_dir, model_states, ...)",
+        when=SeamGroup.ACTIVE,
+    ),
     # Put in as soon as torch is there: `from torch.nn.utils import clip_grad_norm_` may come before accelerate.
     Seam(
         owner="torch.nn.utils",

@@ -1,6 +1,7 @@
 """Hooks on Accelerate's saving calls: what is saved is the whole model, written once.
 
-Models: `save_model`, which looks at the parameters themselves and not only at the state dict.
+Models: `save_model`, which looks at the parameters themselves and not only at the state dict; `save_state`, whose files
+are named by process number.
 Ignores: `get_state_dict`, `unwrap_model(...).state_dict()` and `save_pretrained`, which need no hook (see `session.whole`).
 """
 
@@ -13,6 +14,25 @@ from torch import nn
 
 from pfeife_accelerate import session
 from pfeife_accelerate.session.whole import whole_module
+
+
+def prepare_optimizer(
+    original: Callable[..., Any], accelerator: Any, optimizer: Any, device_placement: bool | None = None
+) -> Any:
+    """Hook of `Accelerator.prepare_optimizer`: its state dict will be whole."""
+    prepared = original(accelerator, optimizer, device_placement)
+    running = session.current()
+    if running is not None:
+        running.optimizers.add(prepared.optimizer)
+    return prepared
+
+
+def save_accelerator_state(original: Callable[..., Any], output_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook of the function behind `save_state`: one rank of each pipeline writes, as one process would."""
+    place = session.place()
+    if place is not None and place.rank != 0:
+        return output_dir
+    return original(output_dir, *args, **kwargs)
 
 
 def save_model(original: Callable[..., Any], accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

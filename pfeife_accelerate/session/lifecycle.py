@@ -28,6 +28,7 @@ from pfeife_accelerate.runtime.mesh import MeshShape, PipelineMesh, build_mesh, 
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.runtime.transport import DistributedTransport
 from pfeife_accelerate.session.conductor import Announcement, Conductor
+from pfeife_accelerate.session.optimizer_state import OptimizerStates
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.call import Call
@@ -56,6 +57,7 @@ class Session:
         self._barriers = 0
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
+        self.optimizers = OptimizerStates(self)
         control.serve("state", self._give_state)
 
     def barrier(self) -> None:

@@ -93,6 +93,7 @@ class PipelinedModel:
         self.gradients = GradientBook(self.placement)
         self._cuts[id(call.graph)] = (call.graph, plan.slicing.cuts)
         self.placement.apply(self.device, self.session.transport)
+        self.session.optimizers.forget_elsewhere()
         self.plan = plan
         self.session.add(self)
 

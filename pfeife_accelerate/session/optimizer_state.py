@@ -1,0 +1,95 @@
+"""Optimizer state over a pipeline: a rank keeps its own parameters' state, a state dict is whole wherever it is asked for.
+
+Models: optimizers whose state per parameter is a flat dictionary of tensors and numbers, as torch's are.
+Ignores: state that is shared between parameters of different stages.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pfeife_accelerate.session.lifecycle import Session
+    from pfeife_accelerate.session.model import PipelinedModel
+
+
+class OptimizerStates:
+    """The prepared optimizers of a process, in the order in which the script prepared them."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._optimizers: list[torch.optim.Optimizer] = []
+        session.control.serve("optimizer entries", self._give_entries)
+        session.control.serve("optimizer tensor", self._give_tensor)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer's state dict whole from now on, and its loaded state this rank's own."""
+        if any(optimizer is known for known in self._optimizers):
+            return
+        index = len(self._optimizers)
+        self._optimizers.append(optimizer)
+        optimizer.register_state_dict_post_hook(partial(self._complete, index))
+        optimizer.register_load_state_dict_post_hook(_forget_elsewhere)
+
+    def forget_elsewhere(self) -> None:
+        """Free the state of parameters that have just been placed on other ranks."""
+        for optimizer in self._optimizers:
+            _forget_elsewhere(optimizer)
+
+    def _complete(self, index: int, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = dict(state_dict["state"])
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                found = self._model_and_name(parameter) if parameter.device.type == "meta" else None
+                if found is not None:
+                    entries = self._fetch(index, *found)
+                    if entries:
+                        state[number] = entries
+        return {**state_dict, "state": dict(sorted(state.items()))}
+
+    def _fetch(self, index: int, model: PipelinedModel, name: str) -> dict[str, Any]:
+        session = self.session
+        owner = session.mesh.pipeline_index * session.mesh.pipeline_size + model.placement.owner(name)
+        prefix = f"{index}/{session.models.index(model)}/{name}"
+        clock = session.control.clock
+        described = session.control.fetch(owner, "optimizer entries", prefix, clock=clock)
+        entries: dict[str, Any] = json.loads(bytes(described.tolist()))
+        tensors = [key for key, value in entries.items() if value is None]
+        keys = [f"{prefix}/{key}" for key in tensors]
+        fetched = session.control.fetch_many(owner, "optimizer tensor", keys, clock=clock) if keys else []
+        return {**entries, **dict(zip(tensors, fetched, strict=True))}
+
+    def _model_and_name(self, parameter: torch.Tensor) -> tuple[PipelinedModel, str] | None:
+        for model in self.session.models:
+            for name, own in model.placement.parameters.items():
+                if own is parameter:
+                    return model, name
+        return None
+
+    # -------------------------------------------------------------------------------------------- server thread
+
+    def _state_at(self, key: str) -> tuple[dict[str, Any], str]:
+        index, model, name_and_key = key.split("/", 2)
+        name, _, entry = name_and_key.partition("/")
+        parameter = self.session.models[int(model)].placement.parameters[name]
+        return self._optimizers[int(index)].state.get(parameter, {}), entry
+
+    def _give_entries(self, key: str) -> torch.Tensor:
+        """Names of a parameter's state entries as JSON; null stands for a tensor to be fetched."""
+        state, _ = self._state_at(key)
+        plain = {name: None if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        return torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)
+
+    def _give_tensor(self, key: str) -> torch.Tensor | None:
+        state, entry = self._state_at(key)
+        value = state.get(entry)
+        return value if isinstance(value, torch.Tensor) else None
+
+
+def _forget_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in [p for p in optimizer.state if p.device.type == "meta"]:
+        del optimizer.state[parameter]
