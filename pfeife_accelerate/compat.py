@@ -128,7 +128,13 @@ def make_wrapper(cls: type, like: torch.Tensor) -> Any:
 
 
 def graph_break_reasons() -> list[str]:
-    """Why Dynamo had to break graphs in this process, most frequent first (torch 2.1 to 2.14)."""
-    return [
-        str(reason).strip().splitlines()[0] for reason, _ in torch._dynamo.utils.counters["graph_break"].most_common()
-    ]
+    """Where and why Dynamo had to break graphs in this process, latest first.
+
+    torch 2.1 - 2.14: `torch._dynamo.utils.graph_break_reasons`; the public counters name no source line.
+    """
+    found = []
+    for broken in reversed(torch._dynamo.utils.graph_break_reasons):
+        reason = (str(broken.reason).strip() or "graph break").splitlines()[0]
+        place = broken.user_stack[-1] if broken.user_stack else None
+        found.append(reason if place is None else f"{place.filename}:{place.lineno}: {place.line} ({reason})")
+    return list(dict.fromkeys(found))

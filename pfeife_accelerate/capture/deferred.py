@@ -1,115 +1,61 @@
 """Deferred tensors: what a pipelined model returns in training, and the recording of what the script does with them.
 
-A `DeferredTensor` has the class hierarchy, shape, dtype, device and `requires_grad` of the real tensor, but no data. It is
-either a *leaf* (a value that some stage of the pipeline will compute) or the result of a recorded operation. Operations are
-recorded at the level of torch functions. Asking for data (`item`, `print`, a branch) resolves the value through the
-`Resolver` that made the leaf; an operation that cannot be recorded resolves its arguments and runs on real tensors.
+A `DeferredTensor` has the class hierarchy, shape, dtype, device and `requires_grad` of the real tensor, but no data. It
+is either a *leaf* (a value that some stage of the pipeline will compute) or the result of a recorded operation.
+Operations are recorded at the level of torch functions. Asking for data (`item`, `print`, a branch) resolves the value
+through the `Resolver` that made the leaf; an operation whose shape depends on data runs on real tensors and is recorded
+as well.
 
-Does not model: views of deferred tensors that are later changed in place through another name.
+What is recorded must be alike on all ranks, so it never depends on whether this rank's script has read a value, only on
+which calls of models can still be differentiated.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pfeife_accelerate.capture import torch_functions as known
-from pfeife_accelerate.compat import FakeTensorMode, disable_torch_function, make_wrapper
+from pfeife_accelerate.capture.inplace import change, write_out
+from pfeife_accelerate.capture.recording import (
+    Deferred,
+    deferred_in,
+    needs_gradient,
+    placeholder,
+    record_call,
+    refused,
+    resolved,
+    script_line,
+)
+from pfeife_accelerate.capture.records import (
+    FAKE_MODE,
+    Leaf,
+    Operation,
+    PipelinedCall,
+    Record,
+    Resolver,
+    records_in,
+    value_of,
+)
+from pfeife_accelerate.compat import OpOverload, disable_torch_function
+from pfeife_accelerate.compat_torch import BackwardCFunction, schema_of
 from pfeife_accelerate.errors import PfeifeError
 
-
-class PipelinedCall(Protocol):
-    """One call of a pipelined model, as far as its deferred outputs need to know."""
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether `backward` through this call is still possible."""
+__all__ = [
+    "FAKE_MODE", "DeferredTensor", "Leaf", "Operation", "PipelinedCall", "Record", "Resolver", "is_deferred", "resolve",
+    "resolve_tree",
+]  # fmt: skip
 
 
-class Resolver(Protocol):
-    """Whoever can compute deferred values: the engine of a pipelined model."""
-
-    def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
-        """The leaf's whole-batch value, on this rank."""
-
-    def backward(self, loss: DeferredTensor, gradient: torch.Tensor | None, retain_graph: bool) -> None:
-        """Differentiate a deferred scalar."""
-
-
-@dataclass(frozen=True, eq=False)
-class Leaf:
-    """A value computed by the pipeline in one call of the model.
-
-    `batch_dim` is the dimension that carries the batch (None: the same for every micro-batch), `rows_per_item` how many
-    entries of that dimension belong to one item of the batch.
-    """
-
-    resolver: Resolver
-    call: PipelinedCall
-    value: str
-    batch_dim: int | None
-    rows_per_item: int
-
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """A recorded torch function. `args` and `kwargs` may contain deferred and real tensors."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    grad_enabled: bool
-    autocast: tuple[str, torch.dtype] | None
-    where: str
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Run on other arguments, in the recorded gradient and autocast modes; returns the flattened results."""
-        mode = torch.autocast(*self.autocast) if self.autocast else torch.autocast("cpu", enabled=False)
-        with torch.set_grad_enabled(self.grad_enabled and torch.is_grad_enabled()), mode:
-            return pytree.tree_leaves(self.func(*args, **kwargs))
-
-
-@dataclass(eq=False)
-class Record:
-    """What a deferred tensor stands for: a leaf, or output `index` of an operation; and its value once known."""
-
-    fake: torch.Tensor
-    leaf: Leaf | None = None
-    operation: Operation | None = None
-    index: int = 0
-    value: torch.Tensor | None = None
-    promise: Callable[[], torch.Tensor] | None = field(default=None)
-    """Gives the value without computing: set when the schedule that computes it has been run."""
-
-    def known(self) -> torch.Tensor | None:
-        """The value if it costs no schedule to get."""
-        if self.value is None and self.promise is not None:
-            self.value, self.promise = self.promise(), None
-        return self.value
-
-
-FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
-
-
-class DeferredTensor(torch.Tensor):
+class DeferredTensor(Deferred):
     """A tensor whose value the pipeline has not computed yet; see the module's docstring."""
 
-    record: Record
-
     @staticmethod
-    def make(record: Record) -> DeferredTensor:
-        """A deferred tensor for a record."""
-        tensor: DeferredTensor = make_wrapper(DeferredTensor, record.fake)
-        tensor.record = record
-        return tensor
-
-    @staticmethod
-    def leaf(leaf: Leaf, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, grad: bool) -> DeferredTensor:
+    def leaf(
+        leaf: Leaf, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, grad: bool
+    ) -> DeferredTensor:
         """A deferred tensor for a value of the pipeline."""
         with FAKE_MODE, torch.no_grad():
             fake = torch.empty(shape, dtype=dtype, device=device)
@@ -118,12 +64,25 @@ class DeferredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record, answer from metadata, or resolve."""
+        if torch.is_inference_mode_enabled():  # what is made in it could not be part of a loss later
+            with torch.inference_mode(False), torch.no_grad():
+                return _dispatch(func, tuple(args), dict(kwargs or {}))
         return _dispatch(func, tuple(args), dict(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached only by code below torch functions (collectives, autograd of foreign code): needs real data."""
-        return func(*_resolved(args), **_resolved(kwargs or {}))
+        """Reached by code below torch functions (collectives, scripted functions): records what is torch's own."""
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or func.namespace != "aten":
+            return func(*resolved(args), **resolved(kwargs))
+        schema = schema_of(func)
+        if not schema.is_mutable:
+            return record_call(func, tuple(args), kwargs)
+        written = [args[i] for i, a in enumerate(schema.arguments) if a.is_write and i < len(args)]
+        differentiable = torch.is_grad_enabled() and any(needs_gradient(t) for t in deferred_in((args, kwargs)))
+        if differentiable or deferred_in(written):
+            raise refused(func, "it changes its argument below the level at which operations are recorded", ())
+        return func(*resolved(args), **resolved(kwargs))
 
 
 def is_deferred(value: Any) -> bool:
@@ -133,95 +92,87 @@ def is_deferred(value: Any) -> bool:
 
 def resolve(tensor: DeferredTensor) -> torch.Tensor:
     """The real value of a deferred tensor; runs whatever part of the pipeline's schedule it needs."""
-    record = tensor.record
-    value = record.known()
-    if value is not None:
-        return value
-    if record.leaf is not None:
-        value = record.leaf.resolver.resolve_leaf(record.leaf)
-    else:
-        assert record.operation is not None
-        operation = record.operation
-        with torch.no_grad():
-            value = operation.run(_resolved(operation.args), _resolved(operation.kwargs))[record.index]
-    known_now = record.known()  # resolving an argument may have run the step that delivers this very value
-    record.value = value if known_now is None else known_now
-    return record.value
+    return value_of(tensor.record)
 
 
 def resolve_tree(structure: Any) -> Any:
     """The structure with every deferred tensor replaced by its value."""
-    return _resolved(structure)
-
-
-def _resolved(structure: Any) -> Any:
-    return pytree.tree_map(lambda x: resolve(x) if isinstance(x, DeferredTensor) else x, structure)
-
-
-def _deferred_in(structure: Any) -> Iterator[DeferredTensor]:
-    for item in pytree.tree_leaves(structure):
-        if isinstance(item, DeferredTensor):
-            yield item
-
-
-def _fakes(structure: Any) -> Any:
-    def fake(item: Any) -> Any:
-        if isinstance(item, DeferredTensor):
-            return item.record.fake
-        return FAKE_MODE.from_tensor(item, static_shapes=True) if isinstance(item, torch.Tensor) else item
-
-    return pytree.tree_map(fake, structure)
+    return resolved(structure)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    match known.kind_of(func, args, kwargs):
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    kind, name = known.kind_of(func, args, kwargs), known.name_of(func)
+    if kind is known.Kind.METADATA and args and isinstance(args[0], DeferredTensor):
+        return id(args[0]) if name == "__hash__" else func(args[0].record.fake, *args[1:], **kwargs)
+    if kind is known.Kind.READ:
+        return func(*resolved(args), **resolved(kwargs))
+    for tensor in deferred_in((args, kwargs)):
+        _refuse_foreign_gradient(tensor)
+    match kind:
         case known.Kind.BACKWARD:
             return _backward(*args, **kwargs)
-        case known.Kind.READ:
-            return func(*_resolved(args), **_resolved(kwargs))
         case known.Kind.REFUSED:
-            raise PfeifeError(
-                id="PF501",
-                what=f"`{known.name_of(func)}` is not available on the output of a pipelined model before it is computed",
-                where=_script_line(),
-                why="the output has no autograd graph on this rank that a hook could be attached to",
-                hints=("call it on a value made under torch.no_grad()", "or after accelerator.backward"),
-            )
-        case known.Kind.SAME:
-            return args[0]
+            raise refused(func, *known.why_refused(name))
+        case known.Kind.REQUIRES_GRAD:
+            return _requires_grad(*args, **kwargs)
+        case known.Kind.GRAPH:
+            return known.graph_attribute(name, requires_grad=args[0].record.fake.requires_grad)
         case known.Kind.ITERATE:
-            return iter(torch.unbind(args[0], 0))
+            return _iterate(args[0])
         case known.Kind.LIKE:
-            return func(*_placeholders(args), **kwargs)
+            return func(placeholder(args[0]), *resolved(args[1:]), **resolved(kwargs))
+        case known.Kind.SHAPED_LIKE if not isinstance(args[0], DeferredTensor):
+            return known.shaped_like(name, args[0], args[1].record.fake)
         case known.Kind.INPLACE:
-            return _inplace(func, args, kwargs)
+            return change(func, args, kwargs)
+        case known.Kind.OUT:
+            return write_out(func, args, kwargs)
         case known.Kind.DROPOUT:
             return _dropout(*args, **kwargs)
-        case known.Kind.OTHER:
-            return _record(func, args, kwargs)
+        case known.Kind.STATISTICS:
+            return _with_statistics(func, *args, **kwargs)
+        case _:
+            return record_call(func, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------- special calls
 
 
 def _backward(
-    loss: DeferredTensor,
-    gradient: torch.Tensor | None = None,
+    loss: Any,
+    gradient: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
+    *,
+    grad_tensors: Any = None,
 ) -> None:
+    if isinstance(loss, list | tuple):  # torch.autograd.backward
+        given = gradient if grad_tensors is None else grad_tensors
+        gradients = given if isinstance(given, list | tuple) else [given] * len(loss)
+        terms = [t if g is None else (t * g).sum() for t, g in zip(loss, gradients, strict=True)]
+        return sum(terms[1:], start=terms[0]).backward(None, retain_graph, create_graph, inputs)  # type: ignore[no-any-return]
     if create_graph or inputs is not None:
         raise PfeifeError(
             id="PF502",
             what="backward(create_graph=True) and backward(inputs=...) are not supported on a pipelined model",
-            where=_script_line(),
+            where=script_line(),
             why="the stages' graphs live on other ranks and are freed micro-batch by micro-batch",
             hints=("drop the argument",),
         )
-    for item in _leaves_of(loss):
-        return item.resolver.backward(loss, gradient, bool(retain_graph))
-    raise PfeifeError(id="PF503", what="the loss does not depend on any pipelined model", where=_script_line())
+    if not loss.record.fake.requires_grad:
+        raise RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn")
+    if gradient is None and loss.record.fake.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    for leaf in leaves_of(loss):
+        return leaf.resolver.backward(loss, resolved(gradient), bool(retain_graph))
+    raise PfeifeError(id="PF503", what="the loss does not depend on any pipelined model", where=script_line())
 
 
-def _leaves_of(tensor: DeferredTensor) -> Iterator[Leaf]:
+def leaves_of(tensor: Deferred) -> Iterator[Leaf]:
+    """The pipeline's values that a deferred tensor depends on."""
     pending, seen = [tensor.record], set()
     while pending:
         record = pending.pop()
@@ -231,114 +182,78 @@ def _leaves_of(tensor: DeferredTensor) -> Iterator[Leaf]:
         if record.leaf is not None:
             yield record.leaf
         elif record.operation is not None:
-            pending += [t.record for t in _deferred_in((record.operation.args, record.operation.kwargs))]
+            pending += records_in((record.operation.args, record.operation.kwargs))
 
 
-def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if all(_is_plain(t) for t in _deferred_in((args, kwargs))):
-        return func(*_resolved(args), **_resolved(kwargs))
-    args = _without_masks(func, args)
-    real: list[Any] | None = None
-    try:
-        with FAKE_MODE:
-            fake = func(*_fakes(args), **_fakes(kwargs))
-    except (RuntimeError, NotImplementedError):  # the result's shape depends on data, or the call itself is wrong
-        with torch.no_grad():
-            result = func(*_resolved(args), **_resolved(kwargs))
-        fake, real = _fake_results(result, args, kwargs), pytree.tree_leaves(result)
-    leaves, structure = pytree.tree_flatten(fake)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return fake
-    operation = _operation(func, args, kwargs)
-
-    def deferred(index: int, leaf: torch.Tensor) -> DeferredTensor:
-        value = real[index] if real is not None else None
-        return DeferredTensor.make(Record(fake=leaf, operation=operation, index=index, value=value))
-
-    made = [deferred(i, leaf) if isinstance(leaf, torch.Tensor) else leaf for i, leaf in enumerate(leaves)]
-    return pytree.tree_unflatten(made, structure)
+def _refuse_foreign_gradient(tensor: Deferred) -> None:
+    """A custom or scripted function hides its backward in `grad_fn`; only its forward has been recorded."""
+    with disable_torch_function():
+        if not tensor.requires_grad:
+            return
+        foreign = not tensor.record.fake.requires_grad or isinstance(tensor.grad_fn, BackwardCFunction)
+    if foreign and torch.is_grad_enabled() and tensor.record.live:
+        raise PfeifeError(
+            id="PF522",
+            what=f"a function with its own backward ({_foreign_name(tensor)}) got a pipelined model's output",
+            where=script_line(),
+            why="its backward would be lost: operations are recorded, and differentiated where the last stage runs",
+            hints=(
+                "write it with torch operations and detach(): x + (y - x).detach() is a straight-through estimator",
+                "apply it inside the model",
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) has none",
+            ),
+        )
 
 
-def _is_plain(tensor: DeferredTensor) -> bool:
-    """Whether the tensor is as good as its value: known, and nothing can be differentiated through it any more."""
-    record = tensor.record
-    if record.known() is None:
-        return False
-    differentiable = torch.is_grad_enabled() and record.fake.requires_grad
-    return not (differentiable and any(leaf.call.differentiable for leaf in _leaves_of(tensor)))
+def _foreign_name(tensor: Deferred) -> str:
+    """Name of the custom function that made a tensor."""
+    with disable_torch_function():
+        return type(tensor.grad_fn).__name__.removesuffix("Backward")
 
 
-def _without_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`x[mask]` with a real mask has a known shape once the mask is written as indices."""
-    if known.name_of(func) != "__getitem__" or len(args) != 2:
-        return args
-    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-    indices: list[Any] = []
-    for part in parts:
-        mask = isinstance(part, torch.Tensor) and not isinstance(part, DeferredTensor) and part.dtype is torch.bool
-        indices += part.nonzero(as_tuple=True) if mask else (part,)
-    return args[0], tuple(indices) if isinstance(args[1], tuple) or len(indices) > 1 else indices[0]
+def _requires_grad(tensor: Deferred, requires_grad: bool = True) -> Deferred:
+    now = bool(tensor.record.fake.requires_grad)
+    if bool(requires_grad) == now:
+        return tensor
+    if now:
+        raise RuntimeError("you can only change requires_grad flags of leaf variables.")
+    raise refused(
+        torch.Tensor.requires_grad_,
+        "the gradient of an intermediate value could only be had from the rank that computes it",
+        ("differentiate the loss with loss.backward()", "resolve the value first: torch.from_numpy(x.numpy())"),
+    )
 
 
-def _fake_results(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fake twins of real results whose shapes could only be had by computing them."""
-    grad = torch.is_grad_enabled() and any(t.record.fake.requires_grad for t in _deferred_in((args, kwargs)))
-
-    def twin(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return item
-        fake = FAKE_MODE.from_tensor(item.detach(), static_shapes=True)
-        return fake.requires_grad_(grad and item.is_floating_point())
-
-    return pytree.tree_map(twin, result)
+def _iterate(tensor: Deferred) -> Iterator[Any]:
+    if tensor.record.fake.dim() == 0:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(torch.unbind(tensor, 0))
 
 
-def _operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
-    device = next(_deferred_in((args, kwargs))).record.fake.device.type
-    autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    return Operation(func, args, kwargs, torch.is_grad_enabled(), autocast, _script_line())
-
-
-def _inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x += y`: the deferred tensor comes to stand for the result. A real tensor is changed for real, at once."""
-    target = args[0]
-    if not isinstance(target, DeferredTensor):
-        return func(*_resolved(args), **_resolved(kwargs))
-    before = DeferredTensor.make(target.record)
-    result = _record(known.out_of_place(func), (before, *args[1:]), kwargs)
-    if isinstance(result, DeferredTensor):
-        target.record = result.record
-    else:
-        target.record = Record(fake=target.record.fake, value=result)
-    return target
-
-
-def _dropout(input: DeferredTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(input: Deferred, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """The mask is drawn now, from the script's generator, so that all ranks draw alike; the product is recorded."""
     if not training or p == 0.0:
         return input
     mask = torch.nn.functional.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
-    return torch.mul(input, mask)
+    result = torch.mul(input, mask)
+    return change(torch.Tensor.copy_, (input, result), {}) if inplace else result
 
 
-def _placeholders(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Uninitialised real tensors for functions that read only their argument's shape, dtype and device."""
-
-    def empty(item: Any) -> Any:
-        if not isinstance(item, DeferredTensor):
-            return item
-        with disable_torch_function():
-            return torch.empty(item.shape, dtype=item.dtype, device=item.device)
-
-    return tuple(pytree.tree_map(empty, args))
-
-
-def _script_line() -> str:
-    """`file:line` of the innermost frame outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "pfeife_accelerate", "accelerate.")) and name != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown line"
+def _with_statistics(
+    func: Any,
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """Batch norm outside the model: its running statistics are updated now, from the value; the rest is recorded."""
+    flag = "training" if func is torch.nn.functional.batch_norm else "use_input_stats"
+    training = rest[0] if rest else kwargs.get(flag, flag == "use_input_stats")
+    if training and running_mean is not None:
+        with torch.no_grad():
+            func(*resolved((input, running_mean, running_var, weight, bias, *rest)), **resolved(kwargs))
+        running_mean = running_var = None
+    return record_call(func, (input, running_mean, running_var, weight, bias, *rest), kwargs)

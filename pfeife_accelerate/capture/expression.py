@@ -1,8 +1,8 @@
 """The recorded expression behind a deferred scalar, taken out of the deferred tensors: leaves, constants, steps.
 
-An expression can be replayed on real tensors (the whole batch, exactly as the script wrote it) and has a signature: two
-steps of the script that do the same thing on tensors of the same shapes have equal signatures, so what was worked out for
-one serves the other.
+An expression can be replayed on real tensors (the whole batch, exactly as the script wrote it) and has a signature:
+two steps of the script that do the same thing on tensors of the same shapes have equal signatures, so what was worked
+out for one serves the other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Operation, Record
-from pfeife_accelerate.capture.torch_functions import name_of
+from pfeife_accelerate.capture.records import records_in
+from pfeife_accelerate.capture.torch_functions import mapped, name_of
 
 
 class Origin(Enum):
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """What a deferred scalar is made of. `scalars` are all one-element values on the way, the differentiated one first."""
+    """What a deferred scalar is made of. `scalars` are all one-element values in it, the differentiated one first."""
 
     leaves: tuple[Record, ...]
     constants: tuple[torch.Tensor, ...]
@@ -89,7 +89,7 @@ class Expression:
                     return results[item.index][item.output]
 
         for step in self.steps:
-            args, kwargs = pytree.tree_map(operand, (step.args, step.kwargs))
+            args, kwargs = mapped((step.args, step.kwargs), operand)
             if before_step is not None:
                 before_step(name_of(step.operation.func), step.operation.where)
             results.append(step.operation.run(args, kwargs))
@@ -103,8 +103,8 @@ def extract(root: DeferredTensor) -> Expression:
 
 class _Extraction:
     def __init__(self) -> None:
-        self.leaves: dict[int, Record] = {}
-        self.constants: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, tuple[int, Record]] = {}
+        self.constants: dict[int, tuple[int, torch.Tensor]] = {}
         self.steps: list[Step] = []
         self.signatures: list[Hashable] = []
         self.index_of_operation: dict[int, int] = {}
@@ -112,35 +112,37 @@ class _Extraction:
 
     def run(self, root: Record) -> Expression:
         for operation in _in_order(root):
-            args, kwargs = pytree.tree_map(self._operand, (operation.args, operation.kwargs))
+            operation.check_unchanged()
+            args, kwargs = mapped((operation.args, operation.kwargs), self._operand)
             self.index_of_operation[id(operation)] = len(self.steps)
             self.steps.append(Step(operation, args, kwargs))
             self.signatures.append(_signature(operation, args, kwargs))
         scalars = [(self._reference(root), root)]
         scalars += [pair for pair in self.scalars.values() if pair[1] is not root]
-        leaves = tuple(self.leaves.values())
-        constants = tuple(self.constants.values())
+        leaves = tuple(record for _, record in self.leaves.values())
+        constants = tuple(constant for _, constant in self.constants.values())
         signature = (
             tuple(self.signatures),
-            tuple((str(_leaf(r).value), _leaf(r).batch_dim, _leaf(r).rows_per_item, *_metadata(r.fake)) for r in leaves),
+            tuple(
+                (str(_leaf(r).value), _leaf(r).batch_dim, _leaf(r).rows_per_item, *_metadata(r.fake)) for r in leaves
+            ),
             tuple(_metadata(c) for c in constants),
             tuple(operand for operand, _ in scalars),
         )
         return Expression(leaves, constants, tuple(self.steps), tuple(scalars), signature)
 
     def _operand(self, item: Any) -> Any:
-        if isinstance(item, DeferredTensor):
-            return self._reference(item.record)
+        if isinstance(item, Record):
+            return self._reference(item)
         if isinstance(item, torch.Tensor):
-            self.constants.setdefault(id(item), item)
-            return Operand(Origin.CONSTANT, list(self.constants).index(id(item)))
+            index, _ = self.constants.setdefault(id(item), (len(self.constants), item))
+            return Operand(Origin.CONSTANT, index)
         return item
 
     def _reference(self, record: Record) -> Operand:
         if record.operation is None:
-            key = id(record.leaf)
-            self.leaves.setdefault(key, record)
-            return Operand(Origin.LEAF, list(self.leaves).index(key))
+            index, _ = self.leaves.setdefault(id(record.leaf), (len(self.leaves), record))
+            return Operand(Origin.LEAF, index)
         operand = Operand(Origin.STEP, self.index_of_operation[id(record.operation)], record.index)
         if record.fake.numel() == 1:
             self.scalars.setdefault(id(record), (operand, record))
@@ -167,18 +169,35 @@ def _in_order(root: Record) -> list[Operation]:
             order.append(operation)
             continue
         stack.append((record, True))
-        reads = pytree.tree_leaves((operation.args, operation.kwargs))
-        stack += [(item.record, False) for item in reversed(reads) if isinstance(item, DeferredTensor)]
+        stack += [(read, False) for read in reversed(records_in((operation.args, operation.kwargs)))]
     return order
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    return tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad
+
+
+_TELLING = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(...), type(None), Enum)
 
 
 def _signature(operation: Operation, args: Any, kwargs: Any) -> Hashable:
-    values, structure = pytree.tree_flatten((args, kwargs))
-    plain = tuple(v if isinstance(v, Operand | int | float | bool | str | torch.dtype | None) else repr(v) for v in values)
     func = operation.func
     name = (getattr(func, "__module__", None), getattr(func, "__qualname__", None), name_of(func))
-    return name, str(structure), plain, operation.grad_enabled, operation.autocast
+    draws = operation.draw is not None
+    return name, _telling(args), _telling(kwargs), operation.grad_enabled, operation.autocast, draws
+
+
+def _telling(item: Any) -> Hashable:
+    """A value that is equal for equal arguments, and for them alone: `1`, `1.0` and `True` are three things."""
+    kind = type(item)
+    if kind is Operand:
+        return item  # type: ignore[no-any-return]
+    if kind is tuple or kind is list:
+        return kind.__name__, *map(_telling, item)
+    if kind is dict:
+        return "dict", *((key, _telling(value)) for key, value in item.items())
+    if kind is slice:
+        return "slice", _telling(item.start), _telling(item.stop), _telling(item.step)
+    if kind in (int, float, bool, str, complex) or isinstance(item, _TELLING):
+        return kind.__name__, repr(item)
+    return kind.__qualname__, object()  # nothing is known of it: no other step is like this one

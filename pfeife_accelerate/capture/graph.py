@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.nodes import autocast_step, draws_random, inputs_of, is_noise, mutates, source_line, tensors_in
+from pfeife_accelerate.capture.nodes import autocast_step, draws_random, inputs_of, is_noise, is_training_batch_norm, mutates, source_line, tensors_in
 from pfeife_accelerate.compat import SET_GRAD_ENABLED, expression_of, storage_id
 
 METADATA_ONLY = frozenset(
@@ -73,6 +73,7 @@ class CapturedGraph:
             n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and n not in self.tail
         )
         self.position = {node: i for i, node in enumerate(self.ops)}
+        self.has_batch_statistics = any(is_training_batch_norm(node) for node in self.ops)
         self._cut_allowed: tuple[bool, ...] | None = None
 
     @classmethod

@@ -1,15 +1,15 @@
 """Loss algebra: turn a loss over the whole batch into one a micro-batch at a time whose sum is the same loss.
 
-The recorded expression is traced to ATen operations on fake whole-batch tensors. Every value that depends on the pipeline's
-outputs carries a state, in the sense of DTensor's placements:
+The recorded expression is traced to ATen operations on fake whole-batch tensors. Every value that depends on the
+pipeline's outputs carries a state, in the sense of DTensor's placements:
 
 - `Split(dim, rows, window)`: dimension `dim` carries the batch, `rows` entries an item;
 - `PARTIAL`: the whole-batch value is the sum of the micro-batches' values;
 - `REPLICATED`: the same for every micro-batch.
 
-What depends on constants alone (labels, masks, weights, the denominators made of them) is computed once, on the whole batch,
-and cut where a split value meets it. A mean becomes a share of the whole batch's mean. An expression with an operation
-that fits no rule is refused, and the caller takes the exact two-phase order instead.
+What depends on constants alone (labels, masks, weights, the denominators made of them) is computed once, on the whole
+batch, and cut where a split value meets it. A mean becomes a share of the whole batch's mean. An expression with an
+operation that fits no rule is refused, and the caller takes the exact two-phase order instead.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def split(expression: Expression, fake_mode: FakeTensorMode, batch_size: int) ->
     Raises: Refused, naming the operation, if it does not.
     """
     if any(c.requires_grad for c in expression.constants):
-        raise Refused("a trainable tensor outside the model", expression.steps[0].operation.where if expression.steps else "")
+        raise Refused(
+            "a trainable tensor outside the model", expression.steps[0].operation.where if expression.steps else ""
+        )
     gm = trace(expression, fake_mode)
     builder = LossBuilder(batch_size)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -144,4 +146,6 @@ def _finish(builder: LossBuilder, gm: fx.GraphModule, outputs: Sequence[fx.Node]
         raise Refused("a loss that does not sum or average over the batch", "")
     builder.micro_graph.output(tuple(results))
     builder.constant_graph.output(tuple(builder.exported))
-    return SplitLoss(builder, fx.GraphModule(gm, builder.constant_graph), fx.GraphModule(gm, builder.micro_graph), states)
+    return SplitLoss(
+        builder, fx.GraphModule(gm, builder.constant_graph), fx.GraphModule(gm, builder.micro_graph), states
+    )

@@ -1,4 +1,4 @@
-"""The two graphs of a loss that is split over micro-batches, as they are built: constants (whole batch) and micro-batch.
+"""The two graphs of a loss that is split over micro-batches, being built: constants (whole batch) and micro-batch.
 
 Also what every rule needs: a traced node's name, shape, arguments by name, and the same operation on the micro-batch.
 """
@@ -207,6 +207,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     found.update(zip((a.name for a in schema), node.args, strict=False))
     found.update(node.kwargs)
     return found
+
+
+def words(names: str) -> list[str]:
+    """The names of operations in a text."""
+    return names.split()
 
 
 def dims_of(dims: Any, ndim: int) -> tuple[int, ...]:

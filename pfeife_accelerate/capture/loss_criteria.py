@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, arguments, name, refusal, shape, source_of
+from pfeife_accelerate.capture.loss_builder import (
+    LossBuilder,
+    Result,
+    Rule,
+    arguments,
+    name,
+    refusal,
+    shape,
+    source_of,
+    words,
+)
 from pfeife_accelerate.capture.loss_pointwise import Alignment
 from pfeife_accelerate.capture.loss_states import PARTIAL, REPLICATED
 
@@ -59,7 +69,7 @@ def _nll_share(
     ignore_index: int,
     denominator: torch.Tensor,
 ) -> torch.Tensor:
-    """The micro-batch's sum over the whole batch's weight. In float16 the sum could overflow where the mean does not."""
+    """The micro-batch's sum over the whole batch's weight; a sum in float16 could overflow where the mean does not."""
     precise = torch.float32 if source.dtype is torch.float16 else source.dtype
     weight = None if weight is None else weight.to(precise)
     loss = _nll(op, source.to(precise), target, weight, ignore_index, _SUM)
@@ -102,8 +112,8 @@ def _loss_share(op: Callable[..., Any], operands: dict[str, Any], reduction: int
 CRITERION_RULES: dict[str, Rule] = {
     **dict.fromkeys(("nll_loss_forward.default", "nll_loss2d_forward.default"), nll),
     **dict.fromkeys(
-        """mse_loss.default huber_loss.default smooth_l1_loss.default binary_cross_entropy.default
-        binary_cross_entropy_with_logits.default soft_margin_loss.default""".split(),
+        words("""mse_loss.default huber_loss.default smooth_l1_loss.default binary_cross_entropy.default
+        binary_cross_entropy_with_logits.default soft_margin_loss.default"""),
         elementwise_loss,
     ),
 }

@@ -20,6 +20,7 @@ from pfeife_accelerate.capture.loss_builder import (
     refusal,
     shape,
     source_of,
+    words,
 )
 from pfeife_accelerate.capture.loss_states import PARTIAL, REPLICATED, State, StateKind
 
@@ -69,10 +70,10 @@ class Alignment:
 
 
 _LINEAR_UNARY = frozenset(
-    """neg.default positive.default clone.default detach.default alias.default lift_fresh_copy.default
-    view.default _unsafe_view.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims expand.default repeat.default
-    permute.default t.default transpose.int select.int slice.Tensor
-    sum.default sum.dim_IntList mean.default mean.dim""".split()
+    words("""neg.default positive.default clone.default detach.default alias.default lift_fresh_copy.default
+    view.default _unsafe_view.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims expand.default
+    repeat.default permute.default t.default transpose.int select.int slice.Tensor
+    sum.default sum.dim_IntList mean.default mean.dim""")
 )
 
 
@@ -90,14 +91,19 @@ def linear(b: LossBuilder, node: fx.Node) -> Result:
         return emit_same(b, node, PARTIAL)
     if operation in ("mul.Tensor", "mul.Scalar") and num_partial == 1 and _uses(node, operands, b) == 1:
         return emit_same(b, node, PARTIAL)
-    if operation in ("div.Tensor", "div.Scalar") and num_partial == 1 and _uses(node, operands, b) == 1 and numerator == PARTIAL:
+    if (
+        operation in ("div.Tensor", "div.Scalar")
+        and num_partial == 1
+        and _uses(node, operands, b) == 1
+        and numerator == PARTIAL
+    ):
         return emit_same(b, node, PARTIAL)
     if operation in _SUMS and _is_floating(node):
         return _sum_of_terms(b, node)
     raise refusal(node)
 
 
-_SUMS = frozenset("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor where.self".split())
+_SUMS = frozenset(words("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor where.self"))
 
 
 def _uses(node: fx.Node, operands: Sequence[fx.Node], b: LossBuilder) -> int:

@@ -19,6 +19,7 @@ from pfeife_accelerate.capture.loss_builder import (
     refusal,
     shape,
     source_of,
+    words,
 )
 from pfeife_accelerate.capture.loss_states import PARTIAL, REPLICATED, State, StateKind
 
@@ -32,7 +33,7 @@ def without_dims(state: State, dims: tuple[int, ...], keepdim: bool = False) -> 
 
 
 def sum_or_mean(b: LossBuilder, node: fx.Node) -> Result:
-    """Sums over the batch become partial; means become means over the micro-batch, weighted by its part of the batch."""
+    """Sums over the batch become partial; means, means over the micro-batch weighted by its part of the batch."""
     source, state = source_of(b, node)
     given = arguments(node)
     dims = dims_of(given.get("dim"), len(shape(source)))
@@ -85,14 +86,14 @@ def along_dim(b: LossBuilder, node: fx.Node) -> Result:
 REDUCTION_RULES: dict[str, Rule] = {
     **dict.fromkeys(("sum.default", "sum.dim_IntList", "mean.default", "mean.dim"), sum_or_mean),
     **dict.fromkeys(
-        """amax.default amin.default max.dim min.dim max.default min.default var.correction std.correction
+        words("""amax.default amin.default max.dim min.dim max.default min.default var.correction std.correction
         var_mean.correction prod.default prod.dim_int logsumexp.default linalg_vector_norm.default argmax.default
-        argmin.default all.default all.dim all.dims any.default any.dim any.dims median.dim""".split(),
+        argmin.default all.default all.dim all.dims any.default any.dim any.dims median.dim"""),
         within_items,
     ),
     **dict.fromkeys(
-        """_softmax.default _log_softmax.default cumsum.default cumprod.default logcumsumexp.default sort.default
-        sort.stable flip.default topk.default glu.default""".split(),
+        words("""_softmax.default _log_softmax.default cumsum.default cumprod.default logcumsumexp.default sort.default
+        sort.stable flip.default topk.default glu.default"""),
         along_dim,
     ),
 }

@@ -1,8 +1,8 @@
 """How each ATen operation of a loss acts on the states of `loss_states`: the table of all rules.
 
-A rule takes the builder and a traced whole-batch node and returns the micro-batch's node and its state, or raises `Refused`.
-An operation without a rule is refused, so a rule is written only where cutting before the operation is certain to give what
-cutting after it gives. `apply_rule` holds every rule's result against the traced shape.
+A rule takes the builder and a traced whole-batch node and returns the micro-batch's node and its state, or raises
+`Refused`. An operation without a rule is refused, so a rule is written only where cutting before the operation is
+certain to give what cutting after it gives. `apply_rule` holds every rule's result against the traced shape.
 """
 
 from __future__ import annotations

@@ -39,7 +39,11 @@ def view(b: LossBuilder, node: fx.Node) -> Result:
     per_item = state.rows * prod(before[state.dim + 1 :])
     for dim, size in enumerate(after):
         rows, left_over = divmod(size, state.window.items)
-        if prod(after[:dim]) == prod(before[: state.dim]) and not left_over and rows * prod(after[dim + 1 :]) == per_item:
+        if (
+            prod(after[:dim]) == prod(before[: state.dim])
+            and not left_over
+            and rows * prod(after[dim + 1 :]) == per_item
+        ):
             sizes: list[Any] = list(after)
             sizes[dim] = b.emit(operator.mul, b.items(state), rows)
             return b.emit(aten.reshape.default, b.micro[source], sizes), replace(state, dim=dim, rows=rows)

@@ -31,8 +31,8 @@ class Window:
 class State:
     """A state; the fields beside `kind` are meaningful for SPLIT alone.
 
-    A split value's whole is what the script sees: its dimension `dim` has `rows` entries for each item of `window`, items
-    in order. A micro-batch's value is the contiguous part of it that belongs to the micro-batch's items.
+    A split value's whole is what the script sees: its dimension `dim` has `rows` entries for each item of `window`,
+    items in order. A micro-batch's value is the contiguous part of it that belongs to the micro-batch's items.
     """
 
     kind: StateKind
@@ -51,7 +51,7 @@ class State:
         return self.window.items * self.rows
 
 
-def Split(dim: int, rows: int, window: Window) -> State:  # noqa: N802  # reads as a constructor beside the two below
+def Split(dim: int, rows: int, window: Window) -> State:  # reads as a constructor beside the two below
     """Dimension `dim` carries the items of `window`, `rows` entries an item."""
     return State(StateKind.SPLIT, dim, rows, window)
 

@@ -1,12 +1,11 @@
 """The ATen graph of a recorded loss, traced on fake whole-batch tensors.
 
-Autograd is not part of the trace. What it would have seen is kept in the nodes' metadata: `detached` marks results that no
-gradient flows through, `where` is the script's line.
+Autograd is not part of the trace. What it would have seen is kept in the nodes' metadata: `detached` marks results
+that no gradient flows through, `where` is the script's line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -88,7 +88,13 @@ class ModelCapture:
         recorder.batch_size = rows
         mode = torch.autocast(*autocast) if autocast else nullcontext()
         with dynamo_limits(_MAX_CAPTURES), self._fakes.in_place(), mode:
-            structure = self._compiled(*args, **kwargs)
+            try:
+                structure = self._compiled(*args, **kwargs)
+            except Exception as error:
+                if not recorder.calls:
+                    raise
+                # After a first graph, the model's own code has run on values that were never computed.
+                raise _not_one_graph(self.module, len(recorder.calls) + 1) from error
         if len(recorder.calls) != 1:
             raise _not_one_graph(self.module, len(recorder.calls))
         (made,) = recorder.calls

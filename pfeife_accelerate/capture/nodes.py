@@ -87,6 +87,14 @@ def draws_random(node: fx.Node) -> bool:
     return bool(_RANDOM_NAMES.search(target_name(node)))
 
 
+def is_training_batch_norm(node: fx.Node) -> bool:
+    """Whether the node normalises by the statistics of the batch it sees, which will be a micro-batch."""
+    if target_name(node) != "batch_norm":
+        return False
+    training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+    return training is True
+
+
 def autocast_step(node: fx.Node) -> int:
     """+1 for a node that enters an autocast region, -1 for one that leaves it, else 0."""
     return {AUTOCAST_ENTER: 1, AUTOCAST_EXIT: -1}.get(node.target, 0)  # type: ignore[call-overload, no-any-return]

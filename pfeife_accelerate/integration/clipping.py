@@ -6,10 +6,13 @@ Clipping by value needs no hook: each rank clips its own gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from pfeife_accelerate.session import Session
 
 
 def clip_grad_norm_(
@@ -31,7 +34,7 @@ def clip_grad_norm_(
         return original(everything, max_norm, norm_type, error_if_nonfinite, foreach)
     elsewhere = running.mesh.rank != 0  # what is no part of a pipeline is the same on every rank: rank 0 counts it
     grads = [p.grad for p in everything if p.grad is not None and counts.get(id(p), not elsewhere)]
-    total = _total_norm(grads, float(norm_type), running.mesh.pipeline_control_group)
+    total = _total_norm(grads, float(norm_type), running)
     own = [p for p in everything if p.grad is not None]
     like = own[0].grad if own else torch.zeros((), device=running.device)
     assert like is not None
@@ -43,10 +46,10 @@ def clip_grad_norm_(
     return norm
 
 
-def _total_norm(grads: list[torch.Tensor], norm_type: float, group: Any) -> torch.Tensor:
+def _total_norm(grads: list[torch.Tensor], norm_type: float, running: Session) -> torch.Tensor:
     local = torch.nn.utils.get_total_norm(grads, norm_type).to("cpu", torch.float64) if grads else torch.zeros(())
     is_max = norm_type == float("inf")
     power = local if is_max else local.to(torch.float64) ** norm_type
     power = power.to(torch.float64).reshape(1).clone()
-    dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    running.reduce(power, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
     return (power if is_max else power ** (1.0 / norm_type)).reshape(())

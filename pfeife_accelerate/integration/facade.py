@@ -16,9 +16,10 @@ from torch import nn
 
 from pfeife_accelerate import session
 from pfeife_accelerate.session.model import PipelinedModel
-from pfeife_accelerate.session.whole import WholeStateDict, whole_module
+from pfeife_accelerate.session.whole import WholeState, plain_copy, whole_module
 
 _WHOLE_METHODS = ("generate",)
+_FACE = ("forward", "no_sync", "__deepcopy__", *_WHOLE_METHODS)
 
 
 def pipelined(module: nn.Module, device: torch.device, autocast: tuple[str, torch.dtype] | None) -> nn.Module:
@@ -26,13 +27,15 @@ def pipelined(module: nn.Module, device: torch.device, autocast: tuple[str, torc
     running = session.current()
     assert running is not None, "a session is running when a model is prepared"
     model = PipelinedModel(running, module, device, autocast)
+    before = dict(vars(module))
     module.forward = _forward(model)  # type: ignore[method-assign]
     for name in _WHOLE_METHODS:
         method = getattr(type(module), name, None)
         if method is not None:
             setattr(module, name, _on_whole_module(model, getattr(module, name)))
     module.no_sync = _no_sync(model)  # type: ignore[assignment]
-    WholeStateDict(model).install()
+    module.__deepcopy__ = _deep_copy(model, before)  # type: ignore[assignment]
+    WholeState(model).install()
     return module
 
 
@@ -64,3 +67,12 @@ def _no_sync(model: PipelinedModel) -> Callable[[], Any]:
             model.synchronises = before
 
     return no_sync
+
+
+def _deep_copy(model: PipelinedModel, before: dict[str, Any]) -> Callable[[dict[int, Any]], nn.Module]:
+    """`copy.deepcopy(model)`, as for a moving average: an ordinary module, whole on the rank that asks."""
+
+    def deep_copy(memo: dict[int, Any]) -> nn.Module:
+        return plain_copy(model, before, _FACE, memo)
+
+    return deep_copy

@@ -1,18 +1,16 @@
-"""Hooks on Accelerate's training calls: preparing models, and generators that all ranks of a pipeline share."""
+"""Hooks on Accelerate's training calls: preparing models."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pfeife_accelerate import session
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.integration.alignment import align_generators, align_states
 from pfeife_accelerate.integration.facade import pipelined
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -49,33 +47,8 @@ def prepare_model(
             hints=("mixed_precision: no, bf16 or fp16",),
         )
     device = accelerator.device
+    if device.type == "cpu":
+        device = torch.device("cpu")  # accelerate says cpu:0 where it counts processes, tensors say cpu
     autocast = (device.type, _DTYPES[precision]) if precision in _DTYPES else None
+    align_states(model)
     return pipelined(model, device, autocast)
-
-
-def align_generators() -> None:
-    """Give all ranks of the pipeline the generator states of its first rank: torch, CUDA, numpy and random."""
-    running = session.current()
-    assert running is not None
-    mesh = running.mesh
-    words = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        words.append(torch.cuda.get_rng_state())
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    words.append(torch.from_numpy(np.asarray(keys).view(np.uint8).copy()))
-    words.append(torch.tensor([position, has_gauss], dtype=torch.int64))
-    words.append(torch.tensor([gauss], dtype=torch.float64))
-    version, internal, next_gauss = random.getstate()
-    words.append(torch.tensor(internal, dtype=torch.int64))
-    words.append(torch.tensor([float("nan") if next_gauss is None else next_gauss], dtype=torch.float64))
-    for word in words:
-        dist.broadcast(word, group=mesh.pipeline_control_group, group_src=0)
-    if mesh.rank == 0:
-        return
-    torch.set_rng_state(words[0])
-    if len(words) == 7:
-        torch.cuda.set_rng_state(words[1])
-    keys_, place, gauss_, internal_, next_ = words[-5:]
-    np.random.set_state((kind, keys_.numpy().view(np.uint32), int(place[0]), int(place[1]), float(gauss_)))
-    pending = float(next_)
-    random.setstate((version, tuple(internal_.tolist()), None if pending != pending else pending))

@@ -30,6 +30,10 @@ _FOLLOWING_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection res
 _NEWS_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_S = 1.0
 _WATCH_EVERY_S = 0.5
+# A collective without the ended rank may take its time.
+_COLLECTIVES_TAKE = 3
+_COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+_WRAPPERS_FILE = os.path.join("torch", "distributed", "c10d_logger.py")
 
 
 def install(control_plane: ControlPlane, rank: int, pipeline_size: int, stop_after_s: float = 5.0) -> FailureGuard:
@@ -179,15 +183,18 @@ class FailureGuard:
 
     def _watch_for(self, ended: int) -> None:
         """Fail if the main thread keeps waiting for a rank that has ended: what it sent before is long here."""
-        since_s: float | None = None
+        since_s, waits_at = time.monotonic(), None
         while self._is_here() and self._plane.failure is None and self._waiting_for is not None:
-            if self._waiting_for() != ended:
-                since_s = None
-            elif since_s is None:
+            waits_for = self._waiting_for()
+            in_collective = _collective_of_main_thread() if waits_for is None else None
+            before, waits_at = waits_at, (waits_for, in_collective)
+            limit_s = self._stop_after_s * (1 if in_collective is None else _COLLECTIVES_TAKE)
+            if waits_at != before or (waits_for != ended and in_collective is None):
                 since_s = time.monotonic()
-            elif time.monotonic() - since_s > self._stop_after_s:
+            elif time.monotonic() - since_s > limit_s:
+                what = "it" if in_collective is None else f"all ranks in a collective ({in_collective[0]})"
                 if self._may_speak():
-                    text = f"rank {ended}'s script has ended, and rank {self._rank} still waits for it"
+                    text = f"rank {ended}'s script has ended, and rank {self._rank} still waits for {what}"
                     _say(f"{self._name} failed, stopping all ranks: {text}")
                     self._plane.report_failure(text)
                 _end_process()
@@ -243,6 +250,20 @@ def _is_communication_error(error: BaseException) -> bool:
                 return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def _collective_of_main_thread() -> tuple[str, int, int] | None:
+    """Where the main thread is inside a collective of torch.distributed: source line, frame, instruction; or None."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inner = None if frame is None else (id(frame), frame.f_lasti)
+    is_inside = False
+    while frame is not None:
+        in_torch = frame.f_code.co_filename.endswith(_COLLECTIVES_FILE)
+        if is_inside and not in_torch and inner is not None and not frame.f_code.co_filename.endswith(_WRAPPERS_FILE):
+            return (f"{frame.f_code.co_filename}:{frame.f_lineno}", *inner)
+        is_inside = is_inside or in_torch
+        frame = frame.f_back
+    return None
 
 
 def _say(line: str) -> None:

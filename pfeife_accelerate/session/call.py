@@ -57,10 +57,8 @@ class Call:
         """The loss and the other one-element values of its expression, once the loss rank has sent them."""
         self.held_gradients: dict[str, torch.Tensor | None] | None = None
         """Gradients computed before this rank's script asked for them by `backward`."""
-        self.visible: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
-        """Leaves that the script can still reach."""
         self._leaves: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
-        self.tail: Mapping[Any, Any] | None = None
+        """Leaves that the script can still reach."""
         self.asked = False
         """Whether this rank's script has called `backward`."""
         self.staged: StagedGraph
@@ -75,20 +73,18 @@ class Call:
 
     @property
     def differentiable(self) -> bool:
-        """Whether `backward` through this call is still possible."""
-        return self.progress < Progress.DONE
+        """Whether this rank's script may still call `backward`; the schedule may have run before that."""
+        return not self.asked
 
     def micro_bindings(self, rows: int) -> dict[Any, int]:
         """Values of the size symbols in a micro-batch of that many rows."""
         return {s: rows if s in self.graph.batch_symbols else value for s, value in self.bindings.items()}
 
-    def deferred(self, name: str, *, visible: bool) -> DeferredTensor:
+    def deferred(self, name: str) -> DeferredTensor:
         """A deferred tensor for one value of the graph."""
         leaf = self._leaves.get(name)
         if leaf is None:
             leaf = self._leaves[name] = self._leaf(name)
-        if visible:
-            self.visible[name] = leaf
         info = self.info(name)
         device = self.graph.node_of[name].meta["example_value"].device
         return DeferredTensor.leaf(leaf, info.shape, info.dtype, device, info.requires_grad)
@@ -102,6 +98,10 @@ class Call:
             rows = int(expression_of(example.shape[dim]).xreplace(ones))
         return Leaf(self.resolver, self, name, dim, rows)
 
+    def reaches(self, name: str) -> bool:
+        """Whether the script's deferred tensors still refer to a value."""
+        return name in self._leaves
+
     def reachable(self) -> tuple[str, ...]:
         """Values that the script's deferred tensors still refer to."""
         return tuple(sorted(self._leaves))
@@ -113,7 +113,6 @@ class Call:
     def release(self) -> None:
         """Free all that only a schedule needs."""
         self.state = None
-        self.tail = None
         self.inputs = replace(self.inputs, microbatches=())
 
     def whole(self, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:

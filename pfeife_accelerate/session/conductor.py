@@ -4,14 +4,16 @@ The conductor is the rank of the last stage, which computes the loss. It announc
 it starts it. A follower runs announced schedules in order, whenever its script asks for something that needs them. Nobody
 therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
 
-- a follower that reads before `backward` tells the conductor (a *demand*, acknowledged at once by its server thread), and
-  waits for the announcement; the conductor serves open demands whenever its script enters this package;
-- a conductor that reads before `backward` announces the forward half alone; the rest follows at `backward`.
+- a follower that reads before `backward` tells the conductor (a *demand*) and waits for the announcement; the conductor
+  serves open demands whenever its script enters this package;
+- a conductor that reads before `backward` announces the forward half alone; the rest follows at `backward`;
+- a schedule starts when the scripts of all ranks have made its call: until then the conductor serves demands, since a rank
+  that has not come so far may be reading a value of an earlier call.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +24,11 @@ import torch
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.session.call import Call, Progress
+from pfeife_accelerate.session.open_calls import OpenCalls
 from pfeife_accelerate.session.programs import Run
 
 _SCHEDULE = "schedule"
+_TO_LEADER = "to the conductor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,27 +64,57 @@ class Conductor:
         self._followers = [first_rank + r for r in range(num_ranks) if r != num_ranks - 1]
         self._waiting: deque[Announcement] = deque()
         self._next_number = 0
-        self._demanded: set[int] = set()
+        self._made: Counter[int] = Counter()
+        self._demanded: dict[int, set[str]] = {}
+        self._starting: set[int] = set()
         self.calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
-        self.recent: deque[Call] = deque(maxlen=2)
-        """The last finished calls, held so that slower ranks can still read their values."""
-        control.serve("demand", self._note_demand)
+        self.recent: deque[Call] = deque(maxlen=1)
+        """The last finished call, held because a slower rank may still read its values; it cannot be a call behind."""
+        others = [first_rank + r for r in range(num_ranks) if r != rank]
+        self.open_calls = OpenCalls(control, others)
         control.serve("value", self._give_value)
 
-    def register(self, call: Call) -> None:
+    def register(self, call: Call, *, training: bool) -> None:
         """Make a new call known."""
         self.calls[call.number] = call
+        if training:
+            self.open_calls.add(call)
+        if not self.leads:
+            self.control.post([self._leader], _TO_LEADER, {"made": call.number})
 
     def next_number(self) -> int:
         """Number of the next call: the same on all ranks of the pipeline."""
         self._next_number += 1
         return self._next_number
 
-    def is_demanded(self, call: Call) -> bool:
-        """Whether some rank asked for values of this call before its backward."""
-        return call.number in self._demanded
+    def demanded(self, call: Call) -> frozenset[str]:
+        """On the leading rank: values of this call that others asked for before its backward."""
+        return frozenset(self._demanded.get(call.number, ()))
 
     # -------------------------------------------------------------------------------------------- the leading rank
+
+    def gather(self, call: Call, serve_demand: Callable[[Call], None]) -> None:
+        """Wait until the scripts of all ranks have made a call; meanwhile do what they wait for."""
+        self._starting.add(call.number)
+        while self._made[call.number] < len(self._followers):
+            self._note(self.control.receive(_TO_LEADER))
+            self._serve_demands(serve_demand)
+        self._starting.discard(call.number)
+
+    def _serve_demands(self, serve_demand: Callable[[Call], None]) -> bool:
+        busy = False
+        for number in sorted(self._demanded):
+            call = self.calls.get(number)
+            if call is not None and call.progress is Progress.PENDING and number not in self._starting:
+                serve_demand(call)
+                busy = True
+        return busy
+
+    def _note(self, body: dict[str, Any]) -> None:
+        if "made" in body:
+            self._made[int(body["made"])] += 1
+        else:
+            self._demanded.setdefault(int(body["demand"]), set()).update(body["wanted"])
 
     def announce(self, announcement: Announcement) -> None:
         """Tell the followers what runs next."""
@@ -104,8 +138,8 @@ class Conductor:
             run(target, announcement)
 
     def demand(self, call: Call) -> None:
-        """Tell the leading rank that this call's values are wanted before its backward; returns when it knows."""
-        self.control.fetch(self._leader, "demand", str(call.number))
+        """Tell the leading rank that this call's values are wanted before its backward."""
+        self.control.post([self._leader], _TO_LEADER, {"demand": call.number, "wanted": list(call.reachable())})
 
     def _receive(self) -> Announcement:
         return Announcement.from_json(self.control.receive(_SCHEDULE))
@@ -114,14 +148,20 @@ class Conductor:
 
     def service(self, run: Callable[[Call, Announcement], None], serve_demand: Callable[[Call], None]) -> bool:
         """Do what others wait for: run what is announced for calls known here; on the leading rank, serve demands."""
+        self.open_calls.listen()
+        busy = self._serve(serve_demand) if self.leads else self._take_part(run)
+        if not self._waiting:
+            self.open_calls.free()
+        self.open_calls.tell()
+        return busy
+
+    def _serve(self, serve_demand: Callable[[Call], None]) -> bool:
+        while (body := self.control.poll(_TO_LEADER)) is not None:
+            self._note(body)
+        return self._serve_demands(serve_demand)
+
+    def _take_part(self, run: Callable[[Call, Announcement], None]) -> bool:
         busy = False
-        if self.leads:
-            for number in sorted(self._demanded):
-                call = self.calls.get(number)
-                if call is not None and call.progress is Progress.PENDING:
-                    serve_demand(call)
-                    busy = True
-            return busy
         while (body := self.control.poll(_SCHEDULE)) is not None:
             self._waiting.append(Announcement.from_json(body))
         while self._waiting and (call := self.calls.get(self._waiting[0].call)) is not None:
@@ -131,15 +171,12 @@ class Conductor:
 
     def finished(self, call: Call) -> None:
         """Note that a call needs no more schedules."""
-        self._demanded.discard(call.number)
-        if call not in self.recent:
-            self.recent.append(call)
+        self._demanded.pop(call.number, None)
+        self._made.pop(call.number, None)
+        self.open_calls.close(call)
+        self.recent.append(call)
 
     # -------------------------------------------------------------------------------------------- server thread
-
-    def _note_demand(self, key: str) -> torch.Tensor:
-        self._demanded.add(int(key))
-        return torch.empty(0)
 
     def _give_value(self, key: str) -> torch.Tensor | None:
         number, _, name = key.partition("/")

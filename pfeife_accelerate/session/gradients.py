@@ -6,9 +6,9 @@ rank's script called `backward` (held aside, since the script may still zero its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ class GradientBook:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
+        self._versions = {name: buffer._version for name, buffer in placement.placed_buffers.items()}
 
     @contextmanager
     def collecting(self, call: Call, session: Session) -> Iterator[None]:
@@ -50,32 +51,49 @@ class GradientBook:
         call.held_gradients = None
 
     def synchronise(self, session: Session) -> None:
-        """Mean over the pipelines, as DistributedDataParallel computes it; one message per dtype."""
-        number = session.mesh.num_pipelines
-        if number == 1:
+        """As DistributedDataParallel does: the mean gradient over the pipelines, and the first one's changed buffers."""
+        if session.mesh.num_pipelines == 1:
             return
-        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-        for parameter in self.placement.own.values():
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for dtype, parameters in by_dtype.items():
-            self._average(parameters, dtype, session)
+        group = session.mesh.replica_group
+        parameters = [p for p in self.placement.own.values() if p.requires_grad]
+        buffers = self.placement.placed_buffers
+        changed = [buffer._version != self._versions.get(name) for name, buffer in buffers.items()]
+        flags = torch.tensor([*(p.grad is not None for p in parameters), *changed], dtype=torch.float32)
+        flags = flags.to(session.device)
+        dist.all_reduce(flags, group=group)  # a pipeline may not have used what another one has
+        counts = flags.tolist()
+        used = [p for p, count in zip(parameters, counts, strict=False) if count > 0]
+        for same_dtype in _by_dtype(used):
+            _average(same_dtype, group, session.mesh.num_pipelines)
+        moved = [buffer for buffer, count in zip(buffers.values(), counts[len(parameters) :], strict=True) if count > 0]
+        for same_dtype in _by_dtype(moved):
+            flat = torch.cat([buffer.reshape(-1) for buffer in same_dtype])
+            dist.broadcast(flat, group=group, group_src=0)
+            for buffer, piece in zip(same_dtype, flat.split([b.numel() for b in same_dtype]), strict=True):
+                buffer.copy_(piece.reshape(buffer.shape))
+        self._versions = {name: buffer._version for name, buffer in buffers.items()}
 
-    def _average(self, parameters: list[torch.nn.Parameter], dtype: torch.dtype, session: Session) -> None:
-        group, number = session.mesh.replica_group, session.mesh.num_pipelines
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=parameters[0].device)
-        dist.all_reduce(present, group=group)
-        used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count > 0]
-        if not used:
-            return
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in used])
-        dist.all_reduce(flat, group=group)
-        flat /= number
-        for parameter, piece in zip(used, flat.split([p.numel() for p in used]), strict=True):
-            if parameter.grad is None:
-                parameter.grad = piece.reshape(parameter.shape).clone()
-            else:
-                parameter.grad.copy_(piece.reshape(parameter.shape))
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+
+def _by_dtype(tensors: Sequence[_Tensor]) -> list[list[_Tensor]]:
+    """For one message per dtype."""
+    groups: dict[torch.dtype, list[_Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def _average(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup, number: int) -> None:
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+    dist.all_reduce(flat, group=group)
+    flat /= number
+    for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        if parameter.grad is None:
+            parameter.grad = piece.reshape(parameter.shape).clone()
+        else:
+            parameter.grad.copy_(piece.reshape(parameter.shape))
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -10,7 +10,8 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -27,6 +28,7 @@ from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.mesh import MeshShape, PipelineMesh, build_mesh, use_pipelines_as_world
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.runtime.transport import DistributedTransport
+from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
 from pfeife_accelerate.session.optimizer_state import OptimizerStates
 
@@ -53,8 +55,10 @@ class Session:
         self.transport = DistributedTransport(mesh.pipeline_group, device)
         self.executor = Executor(self.transport, device)
         self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)
+        first = mesh.pipeline_index * mesh.pipeline_size
+        self.batch_check = BatchCheck(control, first + mesh.pipeline_size - 1, mesh.pipeline_size)
         self.models: list[PipelinedModel] = []
-        self._barriers = 0
+        self._meetings: Counter[str] = Counter()
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
         self.optimizers = OptimizerStates(self)
@@ -62,11 +66,17 @@ class Session:
 
     def barrier(self) -> None:
         """Wait until every rank of the launch, of all pipelines, is here; meanwhile do what the others wait for."""
-        self._barriers += 1
-        topic = f"barrier {self._barriers}"
-        everyone = range(self.mesh.world_size)
-        self.control.post([r for r in everyone if r != self.mesh.world_rank], topic, {})
-        missing = self.mesh.world_size - 1
+        self._meet("barrier", range(self.mesh.world_size))
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank of this pipeline is here, for the same purpose."""
+        self._meet(what, self.mesh.shape.pipeline_ranks(self.mesh.pipeline_index))
+
+    def _meet(self, what: str, ranks: Sequence[int]) -> None:
+        self._meetings[what] += 1
+        topic = f"{what} {self._meetings[what]}"
+        self.control.post([r for r in ranks if r != self.mesh.world_rank], topic, {})
+        missing = len(ranks) - 1
         while missing:
             if self.control.poll(topic) is not None:
                 missing -= 1
@@ -75,7 +85,39 @@ class Session:
 
     def service(self) -> bool:
         """Run what other ranks wait for; called whenever the script enters this package."""
-        return self.conductor.service(self.run, lambda call: call.resolver.bring_forward(call))  # type: ignore[attr-defined]
+        return self.conductor.service(self.run, self.serve_demand)
+
+    def serve_demand(self, call: Call) -> None:
+        """On the conductor: run the forward half of a call that another rank reads."""
+        call.resolver.bring_forward(call)  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        """Before parameters change: calls whose backward has not come, but whose values may be read, run their forward."""
+        conductor = self.conductor
+        if not conductor.open_calls.take_not_asked():
+            return
+        self.service()
+        for call in conductor.open_calls.readable():
+            if conductor.leads:
+                self.serve_demand(call)
+            else:
+                conductor.demand(call)
+        self.meet("settle")  # the demands come before the message that their sender is here, ...
+        self.service()
+        self.meet("settled")  # ... and what is announced for them before the message that it has run
+        self.service()
+
+    def reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp) -> None:
+        """All-reduce a CPU tensor over the pipeline; meanwhile do what the others wait for."""
+        group = self.mesh.pipeline_control_group
+        if not self.conductor.open_calls:
+            dist.all_reduce(tensor, op=operation, group=group)
+            return
+        work = dist.all_reduce(tensor, op=operation, group=group, async_op=True)
+        while not work.is_completed():
+            if not self.service():
+                time.sleep(_BARRIER_POLL_S)
+        work.wait()
 
     def run(self, call: Call, announcement: Announcement) -> None:
         """Take part in an announced schedule."""
@@ -99,6 +141,7 @@ class Session:
 
     def hold_still(self) -> None:
         """Before an optimizer step: nobody may read half-updated parameters."""
+        self.settle()
         self.control.busy().__enter__()
 
     def move_on(self) -> None:
@@ -188,5 +231,6 @@ def _leave_groups() -> None:
     session = current()
     failed = session is not None and session.control.failure is not None
     _HOLDER.session = None
+    torch.compiler.reset()  # captured graphs that outlive torch's modules print errors when the interpreter ends
     if dist.is_initialized() and not failed and "last_value" not in vars(sys):
         dist.destroy_process_group()

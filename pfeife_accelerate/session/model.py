@@ -29,7 +29,7 @@ from pfeife_accelerate.session.gradients import GradientBook
 from pfeife_accelerate.session.loss_choice import LossChooser
 from pfeife_accelerate.session.losses import MicrobatchLoss, whole_batch_loss
 from pfeife_accelerate.session.placement import Placement
-from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
+from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches, warn_of_batch_statistics
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
 
@@ -68,20 +68,22 @@ class PipelinedModel:
         self.session.service()
         training = torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
         captured = self.capture.call(args, kwargs, self.autocast)
-        call = self._new_call(captured)
+        call = self._new_call(captured, training=training)
         if self.plan is None:
             self._plan(call)
         if training:
-            return captured.outputs_with(lambda i: self._deferred_output(call, i), half_to_float=self.autocast)
+            warn_of_batch_statistics(call)
+            return captured.outputs_with(self._deferred_outputs(call), half_to_float=self.autocast)
         self._evaluate(call)
         values = self._tail_values(call)
         return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
 
-    def _new_call(self, captured: CapturedCall) -> Call:
+    def _new_call(self, captured: CapturedCall, *, training: bool) -> Call:
         call = Call(
             self.conductor.next_number(), self, captured.graph, captured.arguments, captured.bindings, self.autocast
         )
-        self.conductor.register(call)
+        self.conductor.register(call, training=training)
+        self.session.batch_check.show(call)
         return call
 
     def _plan(self, call: Call) -> None:
@@ -107,29 +109,25 @@ class PipelinedModel:
             self._cuts[id(call.graph)] = (call.graph, found)
         return self._cuts[id(call.graph)][1]
 
-    def _deferred_output(self, call: Call, index: int) -> Any:
-        node = call.graph.outputs[index]
-        if node in call.graph.tail:
-            return self._replayed_tail(call)[node]
-        return call.deferred(node.name, visible=True)
+    def _deferred_outputs(self, call: Call) -> Callable[[int], Any]:
+        """Output by number. The model's own loss operations are recorded as if the script had written them."""
+        graph = call.graph
+        outputs = set(graph.results()) & graph.tail
+        tail = replay_tail(graph, call.arguments, call.bindings, call.deferred) if outputs else {}
 
-    def _replayed_tail(self, call: Call) -> Mapping[Any, Any]:
-        """The model's own loss operations, recorded as if the script had written them."""
-        if call.tail is None:
-            call.tail = replay_tail(call.graph, call.arguments, call.bindings, self._leaf_for(call))
-        return call.tail
+        def output(index: int) -> Any:
+            node = graph.outputs[index]
+            return tail[node] if node in outputs else call.deferred(node.name)
 
-    def _leaf_for(self, call: Call) -> Callable[[str], Any]:
-        return lambda name: call.deferred(name, visible=False)
+        return output
 
     # -------------------------------------------------------------------------------------------- evaluation
 
     def _evaluate(self, call: Call) -> None:
-        names = call.graph.result_names()
         if self.conductor.leads:
-            self._start(call, Announcement(run=Run.EVALUATE, call=call.number, wanted=names))
+            self._start(call, Run.EVALUATE)
         else:
-            self.conductor.follow(call, Progress.DONE, self._run)
+            self.conductor.follow(call, Progress.DONE, self.session.run)
 
     def _tail_values(self, call: Call) -> Mapping[Any, Any]:
         with torch.no_grad():
@@ -150,13 +148,10 @@ class PipelinedModel:
     def bring_forward(self, call: Call) -> None:
         """Run the call's forward half now, or, on a following rank, whatever the conductor has decided on."""
         if self.conductor.leads:
-            self._start(call, self._forward_announcement(call))
+            self._start(call, Run.FORWARD)
         else:
             self.conductor.demand(call)
-            self.conductor.follow(call, Progress.FORWARDED, self._run)
-
-    def _forward_announcement(self, call: Call) -> Announcement:
-        return Announcement(run=Run.FORWARD, call=call.number, loss_values=call.reachable())
+            self.conductor.follow(call, Progress.FORWARDED, self.session.run)
 
     def _fetch(self, call: Call, name: str) -> torch.Tensor:
         assert self.plan is not None
@@ -185,10 +180,10 @@ class PipelinedModel:
         calls = list({id(leaf.call): leaf.call for leaf in expression.leaf_info}.values())
         for call in calls:
             if not call.differentiable:
-                if call.held_gradients is None:
-                    raise _second_backward()
+                raise _second_backward()
         for call in calls:
             call.asked = True  # type: ignore[attr-defined]
+            self.conductor.open_calls.asked(call)  # type: ignore[arg-type]
         if self.conductor.leads:
             self._lead_backward(expression, calls, gradient)  # type: ignore[arg-type]
         for call in calls:
@@ -211,14 +206,12 @@ class PipelinedModel:
     def _lead_backward(self, expression: Expression, calls: list[Call], gradient: torch.Tensor | None) -> None:
         loss_values = tuple(dict.fromkeys(leaf.value for leaf in expression.leaf_info))
         only = calls[0]
-        if len(calls) == 1 and only.progress is Progress.PENDING and not self.conductor.is_demanded(only):
+        if len(calls) == 1 and only.progress is Progress.PENDING and not self.conductor.demanded(only):
             number = num_microbatches(self.session.plugin, only, self.session.mesh.pipeline_size)
             choice = self.loss_chooser.choose(expression, only.batch_size, number)
             if choice.separable:
                 loss = MicrobatchLoss(expression, choice.split, gradient)
-                wanted = tuple(only.visible)
-                announcement = Announcement(run=Run.PLANNED, call=only.number, loss_values=loss_values, wanted=wanted)
-                self._start(only, announcement, loss=loss)
+                self._start(only, Run.PLANNED, loss_values, loss=loss)
                 return
         self._exact_order(expression, calls, gradient)
 
@@ -226,7 +219,7 @@ class PipelinedModel:
         """All forwards, the whole batch's loss, all backwards."""
         for call in calls:
             if call.progress is Progress.PENDING:
-                call.resolver._start(call, call.resolver._forward_announcement(call))  # type: ignore[attr-defined]
+                call.resolver._start(call, Run.FORWARD)  # type: ignore[attr-defined]
         leaves = [leaf.call.values[leaf.value] for leaf in expression.leaf_info]  # type: ignore[attr-defined]
         scalars, gradients = whole_batch_loss(expression, leaves, gradient)
         for call in reversed(calls):
@@ -235,12 +228,24 @@ class PipelinedModel:
                 for leaf, g in zip(expression.leaf_info, gradients, strict=True)
                 if leaf.call is call and g is not None
             }
-            announcement = Announcement(run=Run.BACKWARD, call=call.number, loss_values=call.loss_values)
-            call.resolver._start(call, announcement, gradients=own, scalars=scalars)  # type: ignore[attr-defined]
+            call.resolver._start(call, Run.BACKWARD, call.loss_values, gradients=own, scalars=scalars)  # type: ignore[attr-defined]
 
     # -------------------------------------------------------------------------------------------- running
 
-    def _start(self, call: Call, announcement: Announcement, **loss: Any) -> None:
+    def _start(self, call: Call, run: Run, loss_values: tuple[str, ...] = (), **loss: Any) -> None:
+        """On the conductor: decide on a schedule, as soon as every rank's script has made the call."""
+        self.conductor.gather(call, self.session.serve_demand)
+        if call.state is None:
+            self.session.batch_check.verify(call)
+        wanted: tuple[str, ...] = ()
+        match run:
+            case Run.PLANNED | Run.FORWARD:
+                wanted = tuple(sorted({*call.reachable(), *self.conductor.demanded(call)}))
+            case Run.EVALUATE:
+                wanted = call.graph.result_names()
+        if run is Run.FORWARD:
+            loss_values, wanted = wanted, ()  # the loss is yet to be written
+        announcement = Announcement(run=run, call=call.number, loss_values=loss_values, wanted=wanted)
         self.conductor.announce(announcement)
         self._run(call, announcement, **loss)
 

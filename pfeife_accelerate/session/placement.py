@@ -15,6 +15,7 @@ from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.runtime.transport import AbstractTransport
 
 _TIE_TAG = 1 << 26
+_PRESENCE_TAG = _TIE_TAG + (1 << 25)
 
 
 class Placement:
@@ -33,6 +34,7 @@ class Placement:
         self.buffers = {n: t for n, t in states.items() if not isinstance(t, nn.Parameter)}
         self.own = {n: p for n, p in self.parameters.items() if rank in self.ranks_of.get(n, (rank,))}
         self.placed = {n: p for n, p in self.own.items() if n in self.ranks_of}
+        self.placed_buffers = {n: b for n, b in self.buffers.items() if rank in self.ranks_of.get(n, ())}
         self.shared = {n: p for n, p in self.placed.items() if len(self.ranks_of[n]) > 1}
 
     def owner(self, name: str) -> int:
@@ -58,7 +60,7 @@ class Placement:
             self._equalise(transport)
 
     def _equalise(self, transport: AbstractTransport) -> None:
-        for i, (name, parameter) in enumerate(sorted(self.shared.items())):
+        for name, parameter in sorted(self.shared.items()):
             owner, *others = self.ranks_of[name]
             if self.rank == owner:
                 for other in others:
@@ -70,32 +72,49 @@ class Placement:
                 parameter.copy_(receive.wait())
         transport.flush()
 
-    def sum_shared(self, transport: AbstractTransport, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Sums over the holding ranks of the gradients of tied parameters; the same bits on every holder."""
-        summed: dict[str, torch.Tensor] = {}
-        names = sorted(self.shared)
+    def sum_shared(
+        self, transport: AbstractTransport, gradients: Mapping[str, torch.Tensor | None]
+    ) -> dict[str, torch.Tensor | None]:
+        """Sums over the holding ranks of the gradients of tied parameters; the same bits on every holder.
+
+        Frozen parameters are left out. A parameter that no holder has a gradient for keeps none.
+        """
+        names = sorted(name for name, parameter in self.shared.items() if parameter.requires_grad)
         for name in names:
             owner = self.ranks_of[name][0]
             if self.rank != owner:
-                gradient = gradients.get(name)
-                zero = torch.zeros_like(self.shared[name]) if gradient is None else gradient
-                transport.send(zero, owner, _TIE_TAG + _tag(self.parameters, name))
-        for name in names:
-            summed[name] = self._sum_one(transport, name, gradients.get(name))
+                self._send(transport, name, gradients.get(name), owner)
+        summed = {name: self._sum_one(transport, name, gradients.get(name)) for name in names}
         transport.flush()
         return summed
 
-    def _sum_one(self, transport: AbstractTransport, name: str, own: torch.Tensor | None) -> torch.Tensor:
-        parameter, (owner, *others) = self.shared[name], self.ranks_of[name]
-        shape, tag = tuple(parameter.shape), _TIE_TAG + _tag(self.parameters, name)
+    def _sum_one(self, transport: AbstractTransport, name: str, own: torch.Tensor | None) -> torch.Tensor | None:
+        owner, *others = self.ranks_of[name]
         if self.rank != owner:
-            return transport.post_receive(shape, parameter.dtype, parameter.device, owner, tag).wait()
-        total = torch.zeros_like(parameter) if own is None else own.clone()
+            return self._receive(transport, name, owner)
+        total = None if own is None else own.clone()
         for other in others:
-            total += transport.post_receive(shape, parameter.dtype, parameter.device, other, tag).wait()
+            gradient = self._receive(transport, name, other)
+            if gradient is not None:
+                total = gradient if total is None else total.add_(gradient)
         for other in others:
-            transport.send(total, other, tag)
+            self._send(transport, name, total, other)
         return total
+
+    def _send(self, transport: AbstractTransport, name: str, gradient: torch.Tensor | None, peer: int) -> None:
+        parameter, tag = self.shared[name], _tag(self.parameters, name)
+        is_there = torch.tensor([gradient is not None], dtype=torch.uint8, device=parameter.device)
+        transport.send(is_there, peer, _PRESENCE_TAG + tag)
+        if gradient is not None:
+            transport.send(gradient, peer, _TIE_TAG + tag)
+
+    def _receive(self, transport: AbstractTransport, name: str, peer: int) -> torch.Tensor | None:
+        parameter, tag = self.shared[name], _tag(self.parameters, name)
+        is_there = transport.post_receive((1,), torch.uint8, parameter.device, peer, _PRESENCE_TAG + tag)
+        if not bool(is_there.wait()):
+            return None
+        shape = tuple(parameter.shape)
+        return transport.post_receive(shape, parameter.dtype, parameter.device, peer, _TIE_TAG + tag).wait()
 
 
 def _tag(parameters: Mapping[str, torch.Tensor], name: str) -> int:

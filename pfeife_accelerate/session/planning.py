@@ -19,6 +19,7 @@ from pfeife_accelerate.cost.op_profile import measure
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostTable, Machine, OpGraph, PipelinePlan, from_json, to_json
 from pfeife_accelerate.log import get_logger, warn_once
+from pfeife_accelerate.planner.describe import describe
 from pfeife_accelerate.planner.search import SearchOptions, make_plan
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.runtime.microbatch import divide
@@ -39,6 +40,17 @@ def num_microbatches(plugin: PfeifePlugin, call: Call, num_ranks: int) -> int:
         return 1
     wanted = plugin.num_microbatches or 2 * num_ranks
     return max(1, min(wanted, call.batch_size))
+
+
+def warn_of_batch_statistics(call: Call) -> None:
+    """The one named exception to exact gradients, said once: BatchNorm in training mode sees micro-batches."""
+    if call.graph.has_batch_statistics:
+        warn_once(
+            _LOG,
+            "batch norm",
+            "BatchNorm in training mode normalises each micro-batch by its own statistics, as under gradient "
+            "accumulation; gradients differ from the whole batch's. Use eval() on these layers, or GroupNorm, to be exact.",
+        )
 
 
 def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
@@ -98,7 +110,9 @@ def _new_plan(
         prefetch_forwards=plugin.prefetch_forwards,
         split_points=plugin.split_points,
     )
-    return make_plan(graph, costs, machine, mesh.pipeline_size, number, options)
+    plan = make_plan(graph, costs, machine, mesh.pipeline_size, number, options)
+    _LOG.info("plan\n%s", describe(plan))
+    return plan
 
 
 def _broadcast_text(text: str, mesh: PipelineMesh) -> str:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 def step_inputs(model: PipelinedModel, call: Call, num_microbatches: int, *, training: bool) -> StepInputs:
     """Everything the executor needs for this call; the loss and gradients are added for each schedule."""
-    demanded = model.conductor.is_demanded
+    demanded = model.conductor.demanded(call)
     return StepInputs(
         microbatches=tuple(_microbatch(call, rows) for rows in divide(call.batch_size, num_microbatches)),
         states=model.states,
         training=training,
         autocast=call.autocast,
         seed=hash((model.session.seed, call.number)),
-        keep=lambda name: not training or name in call.visible or demanded(call),
+        keep=lambda name: not training or call.reaches(name) or name in demanded,
     )
 
 

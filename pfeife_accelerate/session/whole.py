@@ -5,10 +5,10 @@ Models: one request a holding rank, all tensors as of the same logical moment. I
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,22 +45,49 @@ def is_elsewhere(model: PipelinedModel, name: str) -> bool:
     return ranks is not None and model.session.mesh.rank not in ranks
 
 
-class WholeStateDict:
-    """Hooks that make `state_dict()` of a pipelined model, or of a part of it, whole on whichever rank calls it."""
+class _Hook:
+    """A hook that belongs to one pipelined model: in copies and pickles of a module it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)
+
+
+class WholeState:
+    """Hooks on the modules of a pipelined model, for `state_dict` and `load_state_dict` of the whole or of any part.
+
+    `state_dict()` is whole on whichever rank calls it. `load_state_dict()` is to be called on all ranks of the pipeline:
+    each keeps what is its own.
+    """
 
     def __init__(self, model: PipelinedModel) -> None:
         self.model = model
         self._depth = 0
+        self._loading: nn.Module | None = None
 
     def install(self) -> None:
         """Hook every module: the outermost one that is asked completes the result."""
-        enter, leave = partial(self._enter), partial(self._leave)  # torch marks hooks by an attribute: no bound methods
+        enter, leave = _Hook(self._enter), _Hook(self._leave)
+        load, loaded = _Hook(self._load), _Hook(self._loaded)
         for module in self.model.module.modules():
             module.register_state_dict_pre_hook(enter)
             module.register_state_dict_post_hook(leave)
+            module.register_load_state_dict_pre_hook(load)
+            module.register_load_state_dict_post_hook(loaded)
+
+    # ------------------------------------------------------------------ state_dict
 
     def _enter(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._depth += 1
+        self._depth = self._depth + 1 if prefix else 1  # an inner module has a prefix
 
     def _leave(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
         self._depth -= 1
@@ -79,6 +106,25 @@ class WholeStateDict:
         for key, name in wanted.items():
             state_dict[key] = found[name]
 
+    # ------------------------------------------------------------------ load_state_dict
+
+    def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self.model.plan is None:
+            return
+        if not prefix:
+            # A rank that has not come here yet may still read what is about to be overwritten.
+            self._loading = module
+            self.model.session.meet("load_state_dict")
+        for key, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False, remove_duplicate=False):
+            given = state_dict.get(key)
+            if parameter.is_meta and isinstance(given, torch.Tensor):
+                state_dict[key] = torch.empty_like(given, device="meta")  # torch checks its shape, and copies nothing
+
+    def _loaded(self, module: nn.Module, incompatible_keys: object) -> None:
+        if module is self._loading:
+            self._loading = None
+            self.model.session.control.advance_clock()
+
 
 @contextmanager
 def whole_module(model: PipelinedModel) -> Iterator[nn.Module]:
@@ -89,7 +135,9 @@ def whole_module(model: PipelinedModel) -> Iterator[nn.Module]:
         return
     canonical = {id(tensor): name for name, tensor in model.states.items()}
     elsewhere = [name for name in model.states if is_elsewhere(model, name)]
-    found = {name: tensor.to(model.device) for name, tensor in fetch_states(model, elsewhere).items()}
+    found = {
+        name: _like(model.states[name], tensor.to(model.device)) for name, tensor in fetch_states(model, elsewhere).items()
+    }
     replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     try:
         for module in model.module.modules():
@@ -98,11 +146,29 @@ def whole_module(model: PipelinedModel) -> Iterator[nn.Module]:
                     name = canonical.get(id(tensor))
                     if tensor is not None and name in found:
                         replaced.append((holder, key, tensor))
-                        here = found[name]
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        holder[key] = nn.Parameter(here, requires_grad=False) if is_parameter else here
+                        holder[key] = found[name]
         with model.plain_forward():
             yield model.module
     finally:
         for holder, key, tensor in replaced:
             holder[key] = tensor
+
+
+def plain_copy(model: PipelinedModel, plain: Mapping[str, Any], face: Iterable[str], memo: dict[int, Any]) -> nn.Module:
+    """A deep copy that is an ordinary module with all of its parameters.
+
+    `face` names the instance attributes that make the module a pipeline, `plain` holds those it had before.
+    """
+    names = tuple(face)
+    with whole_module(model) as module:
+        attributes = vars(module)
+        ours = {name: attributes.pop(name) for name in names if name in attributes}
+        attributes.update({name: plain[name] for name in names if name in plain})
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            attributes.update(ours)
+
+
+def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return nn.Parameter(value, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else value

@@ -31,6 +31,30 @@ def looped(microbatches_per_loop: int) -> Options:
     }
 
 
+class Models:
+    """Prepared models. Cases with equal options share one, which spares the capture, and start from the same parameters."""
+
+    def __init__(self) -> None:
+        self.options: Options = {}
+        self._made: dict[Any, tuple[Kit, list[torch.Tensor]]] = {}
+
+    def get(self, accelerator: Accelerator, name: str, dtype: torch.dtype) -> Kit:
+        """The prepared model of that name, as it was when it was built."""
+        order = {option: value for option, value in self.options.items() if option != "num_microbatches"}
+        key = (name, dtype, *sorted(order.items()))
+        if key not in self._made:
+            kit = build(name, dtype)
+            accelerator.prepare(kit.model)
+            self._made[key] = (kit, [parameter.detach().clone() for parameter in kit.model.parameters()])
+        kit, first = self._made[key]
+        with torch.no_grad():
+            for parameter, value in zip(kit.model.parameters(), first, strict=True):
+                parameter.grad = None
+                if not parameter.is_meta:
+                    parameter.copy_(value)
+        return kit
+
+
 @dataclass
 class Run:
     """One run of a case in one process."""
@@ -39,6 +63,7 @@ class Run:
     dtype: torch.dtype
     rank: int
     size: int
+    models: Models
     records: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,15 +85,14 @@ class Run:
 
     def prepare(self, name: str, *, optimizer: str | None = None, rate: float = 1e-2) -> Training:
         """The model of that name and an optimizer, prepared."""
-        kit = build(name, self.dtype)
+        kit = self.models.get(self.accelerator, name, self.dtype)
         parameters = kit.model.parameters()
         # Adam divides by gradients' sizes and so amplifies what reordered sums differ by; float64 is to show exactness.
         if optimizer == "adamw" or (optimizer is None and not self.exact):
             made: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         else:
             made = torch.optim.SGD(parameters, lr=rate, momentum=0.9)
-        model, prepared = self.accelerator.prepare(kit.model, made)
-        return Training(self, kit, model, prepared)
+        return Training(self, kit, kit.model, self.accelerator.prepare(made))
 
 
 class Training:
@@ -507,6 +531,33 @@ def backward_never_comes_before_clipping(run: Run) -> None:
             run.record("unused", unused.item())
         del unused
         run.record("norm", run.accelerator.clip_grad_norm_(training.model.parameters(), 0.5))
+        training.update(loss)
+
+
+@case(ranks=(2, 3))
+def unused_forward_read_after_the_parameters_changed(run: Run) -> None:
+    training = run.prepare("encoder", rate=0.1)
+    for step in range(4):
+        outputs, loss = training.forward(training.batch())
+        _, unused = training.forward(training.batch())
+        training.backward(loss)
+        if step == 2:
+            outputs = None
+        training.update(loss)
+        if step % 2 or run.is_main:
+            run.record("unused", unused.item())
+            run.record("unused again", (unused * 2).item())
+
+
+@case(ranks=(2, 3))
+def only_a_loss_returned_and_read_early_on_main(run: Run) -> None:
+    training = run.prepare("loss_only", rate=0.1)
+    for step in range(6):
+        _, loss = training.forward(training.batch())
+        if run.is_main:
+            time.sleep(0.03 * (step % 2))
+            run.record("early", loss.item())
+        training.backward(loss)
         training.update(loss)
 
 

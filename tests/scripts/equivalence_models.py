@@ -71,7 +71,23 @@ def llama(*, tied: bool = False) -> Kit:
         num_key_value_heads=2,
         tie_word_embeddings=tied,
     )
-    return Kit(LlamaForCausalLM(config), tokens, inside)
+    model = LlamaForCausalLM(config)
+    model.loss_function = causal_loss
+    return Kit(model, tokens, inside)
+
+
+def causal_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> torch.Tensor:
+    """What transformers computes, which however computes it in float32 whatever the model's dtype."""
+    if logits.dtype != torch.float64:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch)
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.view(-1, vocab_size), shifted, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def tokens(generator: torch.Generator, rows: int, length: int) -> Batch:
@@ -206,6 +222,20 @@ class Encoder(nn.Module):
         return x
 
 
+class LossOnly(Encoder):
+    """Returns nothing but its loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(super().forward(x), y)
+
+
+def loss_only() -> Kit:
+    def batch(generator: torch.Generator, rows: int, length: int) -> Batch:
+        return {"x": torch.randn(rows, 16, generator=generator), "y": torch.randn(rows, 16, generator=generator)}
+
+    return Kit(LossOnly(), batch, lambda outputs, target: outputs)
+
+
 def encoder() -> Kit:
     def batch(generator: torch.Generator, rows: int, length: int) -> Batch:
         return {"x": torch.randn(rows, 16, generator=generator), _TARGET: torch.randn(rows, 16, generator=generator)}
@@ -222,4 +252,5 @@ KITS: dict[str, Callable[[], Kit]] = {
     "bert": bert,
     "t5": t5,
     "encoder": encoder,
+    "loss_only": loss_only,
 }

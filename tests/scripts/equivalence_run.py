@@ -19,21 +19,22 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from equivalence_cases import CASES, Case, Run
+from equivalence_cases import CASES, Case, Models, Run
 
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
-    accelerator = Accelerator()
+    accelerator, models = Accelerator(), Models()
     for name in names:
         case = CASES[name]
         start_s = time.monotonic()
         accelerator.gradient_accumulation_steps = 1
         set_options(case, size)
+        models.options = case.options
         set_seed(1)
-        run = Run(accelerator=accelerator, dtype=case.dtype, rank=rank, size=size)
+        run = Run(accelerator=accelerator, dtype=case.dtype, rank=rank, size=size, models=models)
         try:
             case.body(run)
         except BaseException:
@@ -41,7 +42,6 @@ def main() -> None:
             traceback.print_exc()
             raise
         torch.save(run.records, folder / f"{name}.{rank}.pt")
-        accelerator.free_memory()
         accelerator.wait_for_everyone()
         if rank == 0:
             print(f"{name}: {time.monotonic() - start_s:.1f} s", flush=True)

@@ -1,0 +1,77 @@
+"""The first calls of a model check that all ranks of a pipeline were given the same batch.
+
+Every rank cuts its own copy of the batch, so different copies would train on nonsense without any error. Models: a digest
+of every tensor argument, compared by the conductor. Ignores: calls after the first few, which cost nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.runtime.remote import ControlPlane
+from pfeife_accelerate.session.call import Call
+
+_CHECKED_CALLS = 3
+
+
+class BatchCheck:
+    """Compares batches between the ranks of one pipeline; `leader` is the conductor's rank in the control plane."""
+
+    def __init__(self, control: ControlPlane, leader: int, num_ranks: int) -> None:
+        self._control = control
+        self._leader = leader
+        self._num_ranks = num_ranks
+
+    def show(self, call: Call) -> None:
+        """Tell the conductor what this rank was given; nothing after the first calls."""
+        if call.number <= _CHECKED_CALLS and self._num_ranks > 1 and self._control.rank != self._leader:
+            body: dict[str, Any] = {"rank": self._control.rank, "digests": _digests(call)}
+            self._control.post([self._leader], f"batch {call.number}", body)
+
+    def verify(self, call: Call) -> None:
+        """On the conductor, before the call's first schedule.
+
+        Raises: PfeifeError PF513 if another rank was given something else.
+        """
+        if call.number > _CHECKED_CALLS:
+            return
+        own = _digests(call)
+        for _ in range(self._num_ranks - 1):
+            body: dict[str, Any] = self._control.receive(f"batch {call.number}")
+            if body["digests"] != own:
+                raise _different(body["rank"], self._control.rank, call, own, body["digests"])
+
+
+def _digests(call: Call) -> list[str]:
+    return [_digest(value) for value in call.arguments if isinstance(value, torch.Tensor) and not _is_state(call, value)]
+
+
+def _is_state(call: Call, value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) or value.device.type == "meta" or type(value) is not torch.Tensor
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    found = hashlib.blake2b(data.numpy().tobytes(), digest_size=8)
+    found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    return found.hexdigest()
+
+
+def _different(rank: int, leader: int, call: Call, own: list[str], other: list[str]) -> PfeifeError:
+    differing = sum(a != b for a, b in zip(own, other, strict=False)) + abs(len(own) - len(other))
+    return PfeifeError(
+        id="PF513",
+        what=f"ranks {rank} and {leader} of one pipeline were given different batches "
+        f"({differing} of {len(own)} tensors differ)",
+        where=f"call number {call.number} of the model",
+        why="all ranks of a pipeline run the same script on the same data; here the data or the random numbers differ",
+        hints=(
+            "prepare the dataloader: accelerator.prepare(dataloader)",
+            "call accelerate.utils.set_seed(...) before data is shuffled or noise is drawn",
+            "do not seed by process or rank number",
+        ),
+    )

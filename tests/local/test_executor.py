@@ -1,0 +1,164 @@
+"""The executor with ranks as threads: the same programs as between processes, over `LocalTransport`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pfeife_accelerate.capture.graph import PlaceholderKind
+from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
+from pfeife_accelerate.capture.split import StagedGraph
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.runtime.executor import Executor
+from pfeife_accelerate.runtime.microbatch import Microbatch, divide
+from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs, StepState
+from pfeife_accelerate.runtime.transport import LocalTransport
+from pfeife_accelerate.session.programs import ProgramCache, Run
+
+pytestmark = pytest.mark.local
+CPU = torch.device("cpu")
+BATCH = 7
+
+
+class Net(nn.Module):
+    """Eight layers with a long skip and a table of integers that every block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(6).flip(0)
+        first = torch.tanh(self.layers[0](x))
+        y = first
+        for layer in self.layers[1:]:
+            y = torch.relu(layer(y))[:, index] + y
+        return y * first
+
+
+class SquareLoss:
+    """Mean square over the whole batch, a micro-batch at a time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def forward(self, microbatch: Microbatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return values[self.name].square().sum() / (microbatch.total * 6)
+
+
+@pytest.fixture(scope="module")
+def captured() -> tuple[Net, torch.Tensor, CapturedCall]:
+    """A model, a batch, and its capture, made once."""
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(BATCH, 6, dtype=torch.float64)
+    return model, x, ModelCapture(model, CPU).call((x,), {}, None)
+
+
+def _inputs(call: CapturedCall, staged: StagedGraph, states: dict[str, Any], number: int, loss: Any) -> StepInputs:
+    graph = call.graph
+
+    def microbatch(rows: Microbatch) -> MicrobatchInputs:
+        arguments = {
+            str(p.index): call.arguments[p.index][rows.start : rows.start + rows.count]
+            for p in graph.placeholders
+            if p.kind is PlaceholderKind.INPUT
+        }
+        bindings = {s: rows.count if s in graph.batch_symbols else v for s, v in call.bindings.items()}
+        return MicrobatchInputs(
+            rows=rows, arguments=arguments, sizes=staged.sizes(bindings), values=staged.values(bindings)
+        )
+
+    batches = tuple(microbatch(rows) for rows in divide(BATCH, number))
+    return StepInputs(microbatches=batches, states=states, training=True, loss=loss)
+
+
+def _run_threads(programs: list[Any], inputs: StepInputs) -> list[StepState]:
+    transports = LocalTransport.make(len(programs), check_pair_order=True)
+    states = [StepState(len(inputs.microbatches)) for _ in programs]
+    errors: list[BaseException] = []
+
+    def rank(r: int) -> None:
+        try:
+            Executor(transports[r], CPU).run(programs[r], inputs, states[r])
+        except BaseException as error:
+            errors.append(error)
+            for transport in transports:
+                transport.abort(str(error))
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(len(programs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return states
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "num_loops", "prefetch"),
+    [
+        (ScheduleFamily.GPIPE, 2, 1, 0),
+        (ScheduleFamily.ONE_F_ONE_B, 2, 1, 1),
+        (ScheduleFamily.ONE_F_ONE_B, 4, 1, 0),
+        (ScheduleFamily.LOOPED, 2, 2, 1),
+        (ScheduleFamily.GPIPE, 2, 3, 0),
+    ],
+)
+def test_gradients_are_those_of_the_whole_batch_and_nothing_is_left_over(
+    captured: Any, family: ScheduleFamily, num_ranks: int, num_loops: int, prefetch: int, num_microbatches: int
+):
+    model, x, call = captured
+    model.zero_grad()
+    model(x).square().mean().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    name = call.graph.result_names()[-1]
+    spec = ScheduleSpec(
+        family=family,
+        num_ranks=num_ranks,
+        num_loops=num_loops,
+        num_microbatches=num_microbatches,
+        prefetch_forwards=prefetch,
+    )
+    legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
+    stages = num_ranks * num_loops
+    cuts = tuple(legal[len(legal) * k // stages] for k in range(1, stages))
+    placement = tuple(s % num_ranks for s in range(stages))
+    caches = [ProgramCache(spec, placement, rank) for rank in range(num_ranks)]
+    staged = [cache.staged(call.graph, cuts, (name,)) for cache in caches]
+    programs = [
+        cache.program(one, (name,), (name,), Run.PLANNED, num_microbatches)
+        for cache, one in zip(caches, staged, strict=True)
+    ]
+    inputs = _inputs(call, staged[0], dict(model.named_parameters()), num_microbatches, SquareLoss(name))
+    states = _run_threads(programs, inputs)
+
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[parameter_name], rtol=1e-12, atol=1e-14)
+    for state in states:
+        assert not state.outputs, "results of stages are freed by their backward"
+        assert not state.losses
+        assert not any(state.values), "values of other stages are freed when no action reads them any more"
+
+
+def test_an_error_in_a_stage_reaches_the_caller_and_stops_the_other_ranks(captured: Any):
+    model, _, call = captured
+    name = call.graph.result_names()[-1]
+    legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
+    spec = ScheduleSpec(family=ScheduleFamily.ONE_F_ONE_B, num_ranks=2, num_microbatches=2)
+    caches = [ProgramCache(spec, (0, 1), rank) for rank in range(2)]
+    staged = [cache.staged(call.graph, (legal[len(legal) // 2],), (name,)) for cache in caches]
+    programs = [c.program(s, (name,), (name,), Run.PLANNED, 2) for c, s in zip(caches, staged, strict=True)]
+    broken = dict(model.named_parameters())
+    broken["layers.7.weight"] = torch.zeros(3, 3, dtype=torch.float64)
+    with pytest.raises((RuntimeError, PfeifeError), match="mat1 and mat2"):
+        _run_threads(programs, _inputs(call, staged[0], broken, 2, SquareLoss(name)))
