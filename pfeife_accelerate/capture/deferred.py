@@ -19,6 +19,7 @@ import torch
 
 from pfeife_accelerate.capture import torch_functions as known
 from pfeife_accelerate.capture.inplace import change, write_out
+from pfeife_accelerate.capture.outcomes import FAKE_MODE
 from pfeife_accelerate.capture.recording import (
     Deferred,
     deferred_in,
@@ -30,7 +31,6 @@ from pfeife_accelerate.capture.recording import (
     script_line,
 )
 from pfeife_accelerate.capture.records import (
-    FAKE_MODE,
     Leaf,
     Operation,
     PipelinedCall,

@@ -16,7 +16,7 @@ import torch
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Operation, Record
 from pfeife_accelerate.capture.records import records_in
-from pfeife_accelerate.capture.torch_functions import mapped, name_of
+from pfeife_accelerate.capture.torch_functions import mapped, name_of, telling
 
 
 class Origin(Enum):
@@ -177,27 +177,14 @@ def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad
 
 
-_TELLING = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(...), type(None), Enum)
-
-
 def _signature(operation: Operation, args: Any, kwargs: Any) -> Hashable:
     func = operation.func
     name = (getattr(func, "__module__", None), getattr(func, "__qualname__", None), name_of(func))
     draws = operation.draw is not None
-    return name, _telling(args), _telling(kwargs), operation.grad_enabled, operation.autocast, draws
+    told = telling((args, kwargs), _unknown, lambda tensor: ("tensor", object()))
+    return name, told, operation.grad_enabled, operation.autocast, draws
 
 
-def _telling(item: Any) -> Hashable:
-    """A value that is equal for equal arguments, and for them alone: `1`, `1.0` and `True` are three things."""
-    kind = type(item)
-    if kind is Operand:
-        return item  # type: ignore[no-any-return]
-    if kind is tuple or kind is list:
-        return kind.__name__, *map(_telling, item)
-    if kind is dict:
-        return "dict", *((key, _telling(value)) for key, value in item.items())
-    if kind is slice:
-        return "slice", _telling(item.start), _telling(item.stop), _telling(item.step)
-    if kind in (int, float, bool, str, complex) or isinstance(item, _TELLING):
-        return kind.__name__, repr(item)
-    return kind.__qualname__, object()  # nothing is known of it: no other step is like this one
+def _unknown(item: Any) -> Hashable:
+    # Of anything else nothing is known: no other step is like this one.
+    return item if isinstance(item, Operand) else (type(item).__qualname__, object())

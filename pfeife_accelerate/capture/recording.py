@@ -6,16 +6,24 @@ Ignores: calls that change a tensor in place (`inplace`) and calls with a meanin
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 import torch
 
 from pfeife_accelerate.capture import torch_functions as known
-from pfeife_accelerate.capture.records import FAKE_MODE, Operation, PipelinedCall, Record, fake_twin, value_of
+from pfeife_accelerate.capture.outcomes import (
+    ChangesItsArgument,
+    Metadata,
+    NeedsData,
+    Outcome,
+    Result,
+    new_fake,
+    outcome_of,
+)
+from pfeife_accelerate.capture.records import Operation, PipelinedCall, Record, value_of
 from pfeife_accelerate.capture.torch_functions import mapped
-from pfeife_accelerate.compat import make_wrapper, pytree, storage_id
+from pfeife_accelerate.compat import make_wrapper, pytree
 from pfeife_accelerate.errors import PfeifeError
 
 
@@ -68,100 +76,77 @@ def record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         operands = [t for t in operands if t.record.live]
         calls = tuple({id(call): call for t in operands for call in t.record.calls}.values())
     args = known.masks_as_indices(func, args, lambda x: isinstance(x, torch.Tensor) and not isinstance(x, Deferred))
-    outcome = _outcome(func, args, kwargs)
-    leaves, structure = pytree.tree_flatten(outcome.fake)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return outcome.fake
-    operation = _operation(func, args, kwargs, calls, outcome.draw)
-    made = list(leaves)
-    for i, leaf in enumerate(leaves):
-        if id(leaf) in outcome.own:
-            made[i] = outcome.own[id(leaf)]
-        elif isinstance(leaf, torch.Tensor):
-            made[i] = _made(operation, i, leaf, outcome.real, operands)
-    return pytree.tree_unflatten(made, structure)
+    tensors = _tensors_in((args, kwargs))
+    try:
+        outcome = outcome_of(
+            func, args, kwargs, [t.record.metadata if isinstance(t, Deferred) else Metadata.of(t) for t in tensors]
+        )
+    except NeedsData:
+        outcome, real, draw = None, *_run_for_real(func, args, kwargs, operands[0].record.fake.device)
+    except ChangesItsArgument:
+        why = "it changes its argument in place in a way that is not known"
+        raise refused(func, why, ("use a form that returns a new tensor",)) from None
+    if outcome is None:
+        outcome = _outcome_of_real(real, args, kwargs)
+    else:
+        real, draw = None, _drawn(func, args, kwargs, operands[0].record.fake.device) if outcome.draws else None
+    if not outcome.has_tensors:
+        return pytree.tree_unflatten([result.value for result in outcome.results], outcome.structure)
+    operation = _operation(func, args, kwargs, calls, draw)
+    values = pytree.tree_leaves(real) if real is not None else [None] * len(outcome.results)
+    made = [_made(operation, i, result, values[i], tensors) for i, result in enumerate(outcome.results)]
+    return pytree.tree_unflatten(made, outcome.structure)
 
 
-def _made(
-    operation: Operation, index: int, fake: torch.Tensor, real: list[Any] | None, operands: list[Deferred]
-) -> Deferred:
-    value = real[index] if real is not None else None
-    tensor = type(operands[0]).make(Record(fake=fake, operation=operation, index=index, value=value))
-    memory = storage_id(fake)
-    for operand in operands:
-        if storage_id(operand.record.fake) == memory:
-            tensor.viewed = (operand, operand.record, operation, index)
-            operand.views = [view for view in operand.views if view() is not None] + [ref(tensor)]
-            break
+def _made(operation: Operation, index: int, result: Result, value: Any, tensors: list[Any]) -> Any:
+    if result.own is not None:
+        return tensors[result.own]
+    if result.fake is None:
+        return result.value
+    cls = next(type(t) for t in tensors if isinstance(t, Deferred))
+    tensor = cls.make(Record(fake=result.fake, operation=operation, index=index, value=value))
+    viewed = tensors[result.viewed] if result.viewed is not None else None
+    if isinstance(viewed, Deferred):
+        tensor.viewed = (viewed, viewed.record, operation, index)
+        viewed.views = [view for view in viewed.views if view() is not None] + [ref(tensor)]
     return tensor
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What a call would return: fake results, and the real ones where it had to run to know their shapes."""
-
-    fake: Any
-    real: list[Any] | None = None
-    draw: known.Draw | None = None
-    """How its random numbers can be drawn again."""
-    own: dict[int, Any] = field(default_factory=dict)
-    """Arguments by the identities of their fake twins."""
+def _tensors_in(structure: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    mapped(structure, lambda item: found.append(item) if isinstance(item, torch.Tensor) else None)
+    return found
 
 
-def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
-    own: dict[int, Any] = {}
-
-    def twin_of(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return item
-        twin = item.record.fake if isinstance(item, Deferred) else fake_twin(item)
-        if own.setdefault(id(twin), item) is not item and not isinstance(item, Deferred):
-            twin = FAKE_MODE.from_tensor(item, static_shapes=True)  # two real tensors alike: tell their twins apart
-            own[id(twin)] = item
-        return twin
-
-    operands = [t.record.fake for t in deferred_in((args, kwargs))]
-    versions = [fake._version for fake in operands]
-    twin_args, twin_kwargs = mapped((args, kwargs), twin_of)
-    FAKE_MODE.drew.clear()
-    try:
-        with FAKE_MODE:
-            result = func(*twin_args, **twin_kwargs)
-        needs_data = bool(FAKE_MODE.drew & _DRAWS_AS_MANY_AS_THE_DATA_SAY)
-    except (RuntimeError, NotImplementedError):  # the result's shape depends on data, or the call itself is wrong
-        needs_data = True
-    if versions != [fake._version for fake in operands]:
-        why = "it changes its argument in place in a way that is not known"
-        raise refused(func, why, ("use a form that returns a new tensor",))
-    device = operands[0].device
-    if needs_data:
-        return _real_outcome(func, args, kwargs, device)
-    if not FAKE_MODE.drew:
-        return _Outcome(result, own=own)
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> known.Draw:
+    """Let the generators go on as if the call had run; gives how it can draw the same numbers when it does run."""
     draw = known.Draw(device)
-    with torch.no_grad():  # the generators must go on as if the operation had run
+    with torch.no_grad():
         func(*mapped(args, placeholder), **mapped(kwargs, placeholder))
-    return _Outcome(result, draw=draw, own=own)
+    return draw
 
 
-_DRAWS_AS_MANY_AS_THE_DATA_SAY = frozenset(
-    ("rrelu_with_noise", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial")
-)
-
-
-def _real_outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> _Outcome:
+def _run_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
+    """The call's results for the arguments' values, and how it drew random numbers, if it did."""
     draw = known.Draw(device)
     with torch.no_grad():
         result = func(*resolved(args), **resolved(kwargs))
+    return result, draw if draw.drew() else None
+
+
+def _outcome_of_real(real: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     gradient = torch.is_grad_enabled() and any(t.record.fake.requires_grad for t in deferred_in((args, kwargs)))
-    twins = mapped(result, lambda x: _twin_of_result(x, gradient) if isinstance(x, torch.Tensor) else x)
-    return _Outcome(twins, pytree.tree_leaves(result), draw if draw.drew() else None)
 
+    def result_of(item: Any) -> Result:
+        if not isinstance(item, torch.Tensor):
+            return Result(value=item)
+        differentiable = gradient and (item.is_floating_point() or item.is_complex())
+        return Result(
+            fake=new_fake(Metadata(tuple(item.shape), item.stride(), item.dtype, item.device, differentiable))
+        )
 
-def _twin_of_result(item: torch.Tensor, gradient: bool) -> torch.Tensor:
-    with FAKE_MODE, torch.no_grad():
-        fake = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
-    return fake.requires_grad_(gradient and item.is_floating_point())
+    leaves, structure = pytree.tree_flatten(real)
+    return Outcome(tuple(result_of(leaf) for leaf in leaves), structure)
 
 
 _COPIED_NUMEL = 64

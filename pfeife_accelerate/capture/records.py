@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pfeife_accelerate.capture import torch_functions as known
+from pfeife_accelerate.capture.outcomes import Metadata
 from pfeife_accelerate.capture.torch_functions import mapped
-from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, pytree
+from pfeife_accelerate.compat import pytree
 from pfeife_accelerate.errors import PfeifeError
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ class Record:
     promise: Callable[[], torch.Tensor] | None = field(default=None)
     """Gives the value without computing: set when the schedule that computes it has been run."""
 
+    @functools.cached_property
+    def metadata(self) -> Metadata | None:
+        """The value's metadata, if it has no more than the usual."""
+        return Metadata.of(self.fake)
+
     @property
     def calls(self) -> tuple[PipelinedCall, ...]:
         """The calls of models that the value depends on."""
@@ -120,22 +126,6 @@ class Record:
         if self.value is None and self.promise is not None:
             self.value, self.promise = self.promise(), None
         return self.value
-
-
-class _Fakes(FakeTensorMode):  # type: ignore[misc]
-    """Fake tensors; notices operations that would draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.drew: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            self.drew.add(str(func).split(".")[1])
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-FAKE_MODE = _Fakes()
 
 
 # ---------------------------------------------------------------------------------------------------- values
@@ -196,29 +186,3 @@ def records_in(structure: Any) -> list[Record]:
     found: list[Record] = []
     mapped(structure, lambda item: found.append(item) if isinstance(item, Record) else None)
     return found
-
-
-# ---------------------------------------------------------------------------------------------------- fake twins
-
-
-@functools.lru_cache(maxsize=4096)
-def _fake_like(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, grad: bool
-) -> torch.Tensor:
-    with FAKE_MODE, torch.no_grad():
-        fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return fake.requires_grad_(grad)
-
-
-def fake_twin(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor with a real tensor's metadata; tensors with the same metadata have the same twin."""
-    if isinstance(tensor, FakeTensor):
-        raise PfeifeError(
-            id="PF523",
-            what="a function was given the outputs of a pipelined model both as arguments and by its surroundings",
-            why="its arguments are stand-ins while its shape is worked out, and what it takes from outside is not",
-            hints=("pass every output of the model to it as an argument",),
-        )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return FAKE_MODE.from_tensor(tensor, static_shapes=True)
-    return _fake_like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -229,6 +229,12 @@ class ChangedCopy:
         self.__name__ = f"copy_then_{name_of(func)}" + ("_without_gradient" if keep_gradient else "")
         self.__qualname__ = self.__name__
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChangedCopy) and (self._func, self.__name__) == (other._func, other.__name__)
+
+    def __hash__(self) -> int:
+        return hash((self._func, self.__name__))
+
     def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The changed copy."""
         copy = tensor.clone()
@@ -247,6 +253,12 @@ class WrittenBack:
         self.__module__ = str(getattr(view, "__module__", ""))
         self.__name__ = f"written_back_{name_of(view)}_{index}" + ("_without_gradient" if keep_gradient else "")
         self.__qualname__ = self.__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WrittenBack) and (self._view, self.__name__) == (other._view, other.__name__)
+
+    def __hash__(self) -> int:
+        return hash((self._view, self.__name__))
 
     def __call__(self, source: torch.Tensor, changed: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """`args` and `kwargs` are those of the function that made the view, with `SOURCE` for the tensor."""
@@ -298,6 +310,28 @@ def mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
     if kind in _PLAIN_TYPES or isinstance(structure, torch.Tensor):
         return function(structure)
     return pytree.tree_map(function, structure)
+
+
+_TELLING = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(...), type(None), Enum)
+
+
+def telling(item: Any, unknown: Callable[[Any], Hashable], tensor: Callable[[Any], Hashable]) -> Hashable:
+    """A value that is equal for equal arguments, and for them alone: `1`, `1.0` and `True` are three things.
+
+    `unknown` is asked for what cannot be told apart, `tensor` for tensors.
+    """
+    kind = type(item)
+    if kind is tuple or kind is list:
+        return kind.__name__, *[telling(i, unknown, tensor) for i in item]
+    if kind is dict:
+        return "dict", *[(key, telling(value, unknown, tensor)) for key, value in item.items()]
+    if kind is slice:
+        return "slice", *[telling(i, unknown, tensor) for i in (item.start, item.stop, item.step)]
+    if isinstance(item, torch.Tensor):
+        return tensor(item)
+    if kind in (int, float, bool, str, complex) or isinstance(item, _TELLING):
+        return kind.__name__, repr(item)
+    return unknown(item)
 
 
 def masks_as_indices(func: Any, args: tuple[Any, ...], is_real: Callable[[Any], bool]) -> tuple[Any, ...]:

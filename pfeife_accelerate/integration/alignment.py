@@ -18,6 +18,7 @@ from torch import nn
 from pfeife_accelerate import session
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.log import get_logger
+from pfeife_accelerate.session.digests import digests
 
 __all__ = ["align_generators", "align_states"]
 
@@ -62,8 +63,8 @@ def align_states(module: nn.Module) -> None:
     _refuse_other_model(module, states, group)
     if not states:
         return
-    digests = torch.stack([_digest(tensor) for tensor in states.values()]).view(torch.int64)  # bits: nan equals nan
-    lowest, highest = digests.clone(), digests.clone()
+    lowest = digests(states.values())
+    highest = lowest.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     differing = [tensor for tensor, same in zip(states.values(), (lowest == highest).tolist(), strict=True) if not same]
@@ -82,16 +83,9 @@ def _refuse_other_model(module: nn.Module, states: dict[str, torch.Tensor], grou
     dist.all_gather(marks, mark, group=group)
     if any(int(other) != int(marks[0]) for other in marks):
         raise PfeifeError(
-            id="PF513",
+            id="PF514",
             what=f"the parameters of {type(module).__name__} have other names, shapes or types on other processes",
             where="Accelerator.prepare",
             why="every process builds the whole model, and keeps a part of it",
             hints=("build the model alike on all processes",),
         )
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if values.is_floating_point() and values.element_size() == 1:
-        values = values.float()
-    return values.sum(dtype=torch.float64).cpu()

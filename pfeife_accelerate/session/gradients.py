@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pfeife_accelerate.session.call import Call
+from pfeife_accelerate.session.digests import digests
 from pfeife_accelerate.session.placement import Placement
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class GradientBook:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self._versions = {name: buffer._version for name, buffer in placement.placed_buffers.items()}
+        self._buffers_were = digests(placement.placed_buffers.values())
 
     @contextmanager
     def collecting(self, call: Call, session: Session) -> Iterator[None]:
@@ -57,7 +58,7 @@ class GradientBook:
         group = session.mesh.replica_group
         parameters = [p for p in self.placement.own.values() if p.requires_grad]
         buffers = self.placement.placed_buffers
-        changed = [buffer._version != self._versions.get(name) for name, buffer in buffers.items()]
+        changed = (digests(buffers.values()) != self._buffers_were).tolist()  # batch_norm changes them without a mark
         flags = torch.tensor([*(p.grad is not None for p in parameters), *changed], dtype=torch.float32)
         flags = flags.to(session.device)
         dist.all_reduce(flags, group=group)  # a pipeline may not have used what another one has
@@ -71,7 +72,7 @@ class GradientBook:
             dist.broadcast(flat, group=group, group_src=0)
             for buffer, piece in zip(same_dtype, flat.split([b.numel() for b in same_dtype]), strict=True):
                 buffer.copy_(piece.reshape(buffer.shape))
-        self._versions = {name: buffer._version for name, buffer in buffers.items()}
+        self._buffers_were = digests(buffers.values())
 
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)

@@ -25,7 +25,7 @@ folder, world_rank = sys.argv[1], int(os.environ["RANK"])
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
+        self.first = nn.Sequential(nn.Linear(6, 24, bias=False), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
         self.last = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))
 
     def forward(self, x):

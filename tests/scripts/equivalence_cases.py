@@ -79,8 +79,8 @@ class Run:
         return self.dtype == torch.float64
 
     def record(self, name: str, value: Any) -> None:
-        """Note a value that must be the same in every process that notes it."""
-        value = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        """Note a value that must be the same in every process that notes it; reads it now."""
+        value = torch.from_numpy(value.detach().numpy().copy()) if isinstance(value, torch.Tensor) else value
         self.records.setdefault(name, []).append(value)
 
     def prepare(self, name: str, *, optimizer: str | None = None, rate: float = 1e-2) -> Training:
