@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -24,11 +25,16 @@ __all__ = ["autoload", "when_imported"]
 # accelerate's own __init__, in every import order, and before the command line's own code runs.
 _LIBRARY = "accelerate.launchers"
 
+# transformers asks these two for the process number.
+_TRAINER = ("transformers.training_args", "transformers.trainer")
+
 
 def autoload() -> None:
     """Arm the hooks; safe to call any number of times. Target of the entry point in group `torch.backends`."""
     try:
         when_imported(_LIBRARY, _install_seams)
+        for module in _TRAINER:
+            when_imported(module, partial(_install_optional_seams, module))
         if _section_present():
             _install_torch_seams()
     except Exception as error:
@@ -51,14 +57,11 @@ def _section_present() -> bool:
     return bool(names) and enabled not in ("0", "false", "no", "off")
 
 
-def install_active_seams() -> None:
-    """Put in every seam that a configured pipeline needs; those of libraries not imported yet, at their import."""
-    from pfeife_accelerate.integration import seams
+def _install_optional_seams(module: str) -> None:
+    if _section_present():
+        from pfeife_accelerate.integration import seams
 
-    seams.install(seams.SeamGroup.ACTIVE)
-    seams.install(seams.SeamGroup.TORCH)
-    when_imported("transformers.trainer", lambda: seams.install(seams.SeamGroup.TRAINER))
-    when_imported("transformers.training_args", lambda: seams.install(seams.SeamGroup.ARGUMENTS))
+        seams.install_for(module)
 
 
 def _install_torch_seams() -> None:
@@ -75,7 +78,7 @@ def _install_seams() -> None:
         seams.install(seams.SeamGroup.LAUNCH)
         seams.install(seams.SeamGroup.ALWAYS)
         if is_active:
-            install_active_seams()
+            seams.install_active()
     except Exception as error:
         if is_active:
             raise

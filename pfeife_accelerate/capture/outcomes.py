@@ -1,7 +1,8 @@
 """What a torch function would return for deferred arguments: worked out on fake tensors, once for each kind of call.
 
-Two calls are of one kind if the function, the modes and all plain arguments are equal and the tensors have equal metadata.
-A script's loss makes the same calls at every step, and a fake operation costs ten times what looking it up does.
+Two calls are of one kind if the function, the modes and all plain arguments are equal and the tensors have equal
+metadata. A script's loss makes the same calls at every step, and a fake operation costs ten times what looking it up
+does.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ def outcome_of(
 def _key(func: Any, args: Any, kwargs: Any, metadata: list[Metadata | None]) -> Hashable | None:
     if None in metadata:
         return None
-    device = metadata[0].device.type if metadata and metadata[0] is not None else "cpu"
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    devices = sorted({m.device.type for m in metadata if m is not None})
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    modes = torch.is_grad_enabled(), *autocast
     try:
         told = known.telling((args, kwargs), _raise_unknown, lambda tensor: "tensor")
         key = func, told, tuple(metadata), modes, torch.get_default_dtype()

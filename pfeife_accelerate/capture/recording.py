@@ -77,25 +77,32 @@ def record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         calls = tuple({id(call): call for t in operands for call in t.record.calls}.values())
     args = known.masks_as_indices(func, args, lambda x: isinstance(x, torch.Tensor) and not isinstance(x, Deferred))
     tensors = _tensors_in((args, kwargs))
-    try:
-        outcome = outcome_of(
-            func, args, kwargs, [t.record.metadata if isinstance(t, Deferred) else Metadata.of(t) for t in tensors]
-        )
-    except NeedsData:
-        outcome, real, draw = None, *_run_for_real(func, args, kwargs, operands[0].record.fake.device)
-    except ChangesItsArgument:
-        why = "it changes its argument in place in a way that is not known"
-        raise refused(func, why, ("use a form that returns a new tensor",)) from None
-    if outcome is None:
-        outcome = _outcome_of_real(real, args, kwargs)
-    else:
-        real, draw = None, _drawn(func, args, kwargs, operands[0].record.fake.device) if outcome.draws else None
+    outcome, real, draw = _outcome(func, args, kwargs, tensors)
     if not outcome.has_tensors:
         return pytree.tree_unflatten([result.value for result in outcome.results], outcome.structure)
     operation = _operation(func, args, kwargs, calls, draw)
     values = pytree.tree_leaves(real) if real is not None else [None] * len(outcome.results)
     made = [_made(operation, i, result, values[i], tensors) for i, result in enumerate(outcome.results)]
     return pytree.tree_unflatten(made, outcome.structure)
+
+
+def _outcome(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+) -> tuple[Outcome, Any, known.Draw | None]:
+    """What the call returns; its real results if it had to run to tell; how its random numbers can be drawn again."""
+    device = next(t.record.fake.device for t in tensors if isinstance(t, Deferred))
+    metadata = [t.record.metadata if isinstance(t, Deferred) else Metadata.of(t) for t in tensors]
+    try:
+        outcome = outcome_of(func, args, kwargs, metadata)
+    except NeedsData:
+        pass
+    except ChangesItsArgument:
+        why = "it changes its argument in place in a way that is not known"
+        raise refused(func, why, ("use a form that returns a new tensor",)) from None
+    else:
+        return outcome, None, _drawn(func, args, kwargs, device) if outcome.draws else None
+    real, draw = _run_for_real(func, args, kwargs, device)
+    return _outcome_of_real(real, args, kwargs), real, draw
 
 
 def _made(operation: Operation, index: int, result: Result, value: Any, tensors: list[Any]) -> Any:

@@ -41,7 +41,7 @@ def _words(text: str) -> frozenset[str]:
 
 _METADATA = _words(
     """size dim ndimension numel nelement stride element_size is_floating_point is_complex is_signed get_device
-    is_contiguous storage_offset __len__ __hash__ is_conj is_neg is_inference has_names"""
+    is_contiguous __len__ __hash__ is_conj is_neg is_inference has_names"""
 ) | {
     f"__get__ {name}"
     for name in _words(
@@ -52,7 +52,8 @@ _METADATA = _words(
 }
 _READS = _words(
     """item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __repr__ __format__ __contains__
-    __reduce_ex__ __deepcopy__ __dlpack__ data_ptr untyped_storage storage is_shared equal allclose is_nonzero"""
+    __reduce_ex__ __deepcopy__ __dlpack__ data_ptr storage_offset untyped_storage storage is_shared equal allclose
+    is_nonzero"""
 )
 _GRAPH = _words("is_leaf grad_fn grad retains_grad _base output_nr grad_dtype")
 _HOOKS = _words("register_hook register_post_accumulate_grad_hook retain_grad")

@@ -6,6 +6,7 @@ Ignores: everything when it is absent; the call goes through as it came.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +39,12 @@ def activate(plugin: PfeifePlugin) -> None:
             hints=("from pfeife_accelerate import PfeifePlugin",),
         )
     # Light until here: this module is loaded in scripts that do not use us.
-    from pfeife_accelerate._autoload import install_active_seams
-    from pfeife_accelerate.integration import process_view
+    from pfeife_accelerate.integration import process_view, seams
 
     lower = PfeifePlugin.from_environment() if is_enabled() else PfeifePlugin()
     export(overlay(plugin, lower))
-    install_active_seams()
+    seams.install_active()
+    for module in seams.OPTIONAL_MODULES:
+        if module in sys.modules:
+            seams.install_for(module)
     process_view.enter_if_made()

@@ -147,6 +147,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
 )
 
 
+OPTIONAL_MODULES: Final = {
+    "transformers.training_args": SeamGroup.ARGUMENTS,
+    "transformers.trainer": SeamGroup.TRAINER,
+}
+"""Modules that may never be imported, and the seams for each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SeamRow:
     """What `check` found for one seam; `found_signature` is None when the attribute does not exist."""
@@ -181,6 +188,17 @@ def install(group: SeamGroup) -> None:
         replacement = _wrapped(original, _hook(seam))
         setattr(owner, seam.name, replacement)
         _INSTALLED.originals[seam] = (original, inspect.getattr_static(owner, seam.name))
+
+
+def install_active() -> None:
+    """Put in what a configured pipeline needs of torch and accelerate."""
+    install(SeamGroup.ACTIVE)
+    install(SeamGroup.TORCH)
+
+
+def install_for(module: str) -> None:
+    """Put in what a configured pipeline needs of an optional library's module, once that is loaded."""
+    install(OPTIONAL_MODULES[module])
 
 
 def uninstall(group: SeamGroup | None = None) -> None:

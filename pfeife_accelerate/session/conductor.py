@@ -1,14 +1,15 @@
 """Which schedule runs next: one rank of the pipeline decides, the others follow, so that all run the same sequence.
 
-The conductor is the rank of the last stage, which computes the loss. It announces every schedule by a small message before
-it starts it. A follower runs announced schedules in order, whenever its script asks for something that needs them. Nobody
-therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
+The conductor is the rank of the last stage, which computes the loss. It announces every schedule by a small message
+before it starts it. A follower runs announced schedules in order, whenever its script asks for something that needs them.
+Nobody therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
 
 - a follower that reads before `backward` tells the conductor (a *demand*) and waits for the announcement; the conductor
   serves open demands whenever its script enters this package;
 - a conductor that reads before `backward` announces the forward half alone; the rest follows at `backward`;
-- a schedule starts when the scripts of all ranks have made its call: until then the conductor serves demands, since a rank
-  that has not come so far may be reading a value of an earlier call.
+- a schedule starts when the scripts of all ranks have made its call: until then the conductor serves demands, since a
+  rank that has not come so far may be reading a value of an earlier call;
+- before an optimizer changes parameters, calls that may still be read run their forward half (`Session.settle`).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Session:
         call.resolver.bring_forward(call)  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Before parameters change: calls whose backward has not come, but whose values may be read, run their forward."""
+        """Before parameters change: calls whose backward has not come, but which may be read, run their forward half."""
         conductor = self.conductor
         if not conductor.open_calls.take_not_asked():
             return

@@ -103,7 +103,8 @@ class PipelinedModel:
         """Where this call's graph is cut: as planned, or so that the parameters can stay where they are."""
         assert self.plan is not None
         if id(call.graph) not in self._cuts:
-            rows = max(1, call.batch_size // num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size))
+            number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
+            rows = max(1, call.batch_size // number)
             graph = to_op_graph(call.graph, call.micro_bindings(rows))
             found = follow(call.graph, graph, self.placement.stages_of, len(self.plan.stages))
             self._cuts[id(call.graph)] = (call.graph, found)
@@ -132,7 +133,8 @@ class PipelinedModel:
     def _tail_values(self, call: Call) -> Mapping[Any, Any]:
         with torch.no_grad():
             tail = replay_tail(call.graph, call.arguments, call.bindings, call.values.__getitem__)
-        return {node: tail[node] if node in call.graph.tail else call.values[node.name] for node in call.graph.results()}
+        values = call.values
+        return {n: tail[n] if n in call.graph.tail else values[n.name] for n in call.graph.results()}
 
     # -------------------------------------------------------------------------------------------- reading
 

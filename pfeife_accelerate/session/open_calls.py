@@ -44,7 +44,7 @@ class OpenCalls:
         self._forget(call.number)
 
     def take_not_asked(self) -> bool:
-        """Whether there were calls without `backward` since the last time: the same on all ranks at one line of the script."""
+        """Whether calls without `backward` were made since the last time. At one line of the script all ranks agree."""
         found = bool(self._not_asked)
         self._not_asked.clear()
         return found

@@ -1,7 +1,7 @@
 """The promise of exactness: what a script computes in one plain process it computes as a pipeline, step by step.
 
 The oracle is the same script as one plain process, without the plug-in. Many cases run in one launch, because starting
-processes costs more than the cases; each is reported by its name. See `tests/scripts/equivalence_cases.py` for what they do.
+processes costs more than the cases; each is reported by its name. `tests/scripts/equivalence_cases.py` says what they do.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ class Tolerance:
 
 
 TOLERANCES = {torch.float32: Tolerance(1e-6, 1e-5), torch.float64: Tolerance(1e-12, 1e-10)}
-# A gradient that is zero in exact arithmetic has no relative error of its own: it is compared with this part of the largest.
+# A gradient that is zero in exact arithmetic has no relative error: it is compared with this part of the largest one.
 SMALLEST_NORM = 1e-4
 
 
+# The first case of each launch waits for all of it, and may have to wait for the plain process before.
+QUICK_MARKS = [pytest.mark.timeout(2 * LAUNCH_LIMIT_S + 60)]
+
+
 class Launches:
-    """Results of all cases of one kind (slow or not): a launch for the plain process and one for each number of ranks."""
+    """Results of all cases of one kind (slow or not): one plain launch, and one for each number of ranks."""
 
     def __init__(self, folder: Path, *, slow: bool) -> None:
         self.folder = folder
@@ -97,7 +101,7 @@ def _parameters() -> list[Any]:
             case.name,
             size,
             id=f"{size} ranks: {case.name}",
-            marks=[pytest.mark.slow, pytest.mark.timeout(2 * SLOW_LAUNCH_LIMIT_S)] if case.slow else [pytest.mark.timeout(600)],
+            marks=[pytest.mark.slow, pytest.mark.timeout(2 * SLOW_LAUNCH_LIMIT_S)] if case.slow else QUICK_MARKS,
         )
         for size in (2, 3, 4)
         for case in CASES.values()

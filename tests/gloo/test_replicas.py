@@ -25,7 +25,9 @@ folder, world_rank = sys.argv[1], int(os.environ["RANK"])
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 24, bias=False), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
+        # No bias before BatchNorm: its gradient is mere rounding, which AdamW blows up.
+        into = nn.Linear(6, 24, bias=False)
+        self.first = nn.Sequential(into, nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
         self.last = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))
 
     def forward(self, x):
@@ -54,7 +56,8 @@ model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
     model, optimizer, loader, eval_loader, scheduler)
 
 def gradients():
-    return {name.removeprefix("module."): p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+    held = ((name.removeprefix("module."), p.grad) for name, p in model.named_parameters())
+    return {name: grad.norm().item() for name, grad in held if grad is not None}
 
 for epoch in range(3):
     for x, y, number in loader:

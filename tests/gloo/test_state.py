@@ -219,7 +219,7 @@ def assert_evaluates():
 def pair(change):
     twin, model = build(), build()
     change(twin); change(model)
-    optimizers = [torch.optim.AdamW(trainable(m), lr=0.01) for m in (model, twin)]
+    optimizers = [torch.optim.SGD(trainable(m), lr=0.1, momentum=0.9) for m in (model, twin)]
     model, optimizer = accelerator.prepare(model, optimizers[0])
     return model, optimizer, twin, optimizers[1]
 

