@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from pfeife_accelerate.capture import torch_functions as known
-from pfeife_accelerate.capture.recording import Deferred, deferred_in, needs_gradient, record_call, refused, resolved
+from pfeife_accelerate.capture.recording import (
+    Deferred,
+    Memory,
+    deferred_in,
+    needs_gradient,
+    record_call,
+    refused,
+    resolved,
+)
 from pfeife_accelerate.capture.records import Record
 from pfeife_accelerate.capture.torch_functions import mapped
 from pfeife_accelerate.compat import disable_torch_function, pytree
@@ -28,6 +36,8 @@ def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refused(func, "the tensor that it changes was passed by name", ("pass it first",))
     before = type(target).make(target.record)
     if known.name_of(func) == "detach_":
+        if target.memory is not None and len(target.memory.living()) > 1:
+            raise refused(func, "other tensors share its memory", ("x = x.detach()",))
         _stand_for(target, _record_of(record_call(torch.Tensor.detach, (before,), {}), before))
         return target
     is_real = lambda x: isinstance(x, torch.Tensor) and not isinstance(x, Deferred)  # noqa: E731
@@ -35,7 +45,8 @@ def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     keep_gradient = not torch.is_grad_enabled() and before.record.fake.requires_grad
     with torch.set_grad_enabled(torch.is_grad_enabled() or keep_gradient):
         function, args, kwargs = known.out_of_place(func, args, kwargs, keep_gradient)
-        _write(target, _record_of(record_call(function, args, kwargs), before), keep_gradient)
+        made = _record_of(record_call(function, args, kwargs), before)
+    _write(target, made)
     return None if known.name_of(func) == "__setitem__" else target
 
 
@@ -52,34 +63,48 @@ def _record_of(result: Any, like: Deferred) -> Record:
     return Record(fake=like.record.fake, value=result)
 
 
-def _write(target: Deferred, record: Record, keep_gradient: bool, changed_view: Deferred | None = None) -> None:
+def _write(target: Deferred, record: Record) -> None:
     """Let a tensor stand for another value; the tensors that share its memory follow."""
+    cls, memory = type(target), target.memory
     _stand_for(target, record)
-    for view in [v for v in (reference() for reference in target.views) if v is not None and v is not changed_view]:
-        _, old, operation, index = view.viewed  # type: ignore[misc]  # a view has one
-        now = type(target).make(record)
-        args, kwargs = mapped(
-            (operation.args, operation.kwargs), partial(_argument, viewed=old, instead=now, cls=type(target))
-        )
-        with torch.set_grad_enabled(operation.grad_enabled):
-            again = pytree.tree_leaves(record_call(operation.func, args, kwargs))[index]
-        _write(view, _record_of(again, view), keep_gradient, changed_view=target)
-    if target.viewed is not None and changed_view is not target.viewed[0]:
-        source, old, operation, index = target.viewed
-        written = known.WrittenBack(operation.func, index, keep_gradient)
-        args, kwargs = mapped(
-            (operation.args, operation.kwargs), partial(_argument, viewed=old, instead=known.SOURCE, cls=type(target))
-        )
-        before, changed = type(target).make(source.record), type(target).make(record)
-        with torch.set_grad_enabled(torch.is_grad_enabled() or keep_gradient):
-            result = _record_of(record_call(written, (before, changed, args, kwargs), {}), source)
-        _write(source, result, keep_gradient, changed_view=target)
+    if memory is None:
+        return
+    others = [member for member in memory.living() if member is not target]
+    if not others:
+        target.memory, target.steps = None, ()
+        return
+    if record.fake.requires_grad and any(step.cuts_gradient for step in target.steps):
+        why = "a gradient would flow into the memory of another tensor through detach()"
+        raise refused(torch.Tensor.detach, why, ("change a copy: x.detach().clone()",))
+    memory.record = _written_back(target, memory, record) if target.steps else record
+    for view in others:
+        now: Any = cls.make(memory.record)
+        for step in view.steps:
+            args, kwargs = mapped((step.args, step.kwargs), partial(_argument, cls=cls, source=now))
+            call = record_call if deferred_in((args, kwargs)) else _call
+            with torch.set_grad_enabled(step.grad_enabled):
+                now = pytree.tree_leaves(call(step.func, args, kwargs))[step.index]
+        _stand_for(view, _record_of(now, view))
 
 
-def _argument(item: Any, viewed: Record, instead: Any, cls: type[Deferred]) -> Any:
+def _written_back(view: Deferred, memory: Memory, changed: Record) -> Record:
+    """The memory's value after a view was changed."""
+    cls, keep_gradient = type(view), not torch.is_grad_enabled() and memory.record.fake.requires_grad
+    function = known.WrittenBack(tuple((s.func, s.index, s.grad_enabled) for s in view.steps), keep_gradient)
+    arguments = [mapped((s.args, s.kwargs), partial(_argument, cls=cls)) for s in view.steps]
+    before = cls.make(memory.record)
+    with torch.set_grad_enabled(torch.is_grad_enabled() or keep_gradient):
+        return _record_of(record_call(function, (before, cls.make(changed), arguments), {}), before)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _argument(item: Any, cls: type[Deferred], source: Any = known.SOURCE) -> Any:
     """An argument of the operation that made a view, for the same operation on something else."""
-    if item is viewed:
-        return instead
+    if item is known.SOURCE:
+        return source
     return cls.make(item) if isinstance(item, Record) else item
 
 

@@ -6,6 +6,7 @@ Ignores: calls that change a tensor in place (`inplace`) and calls with a meanin
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -27,19 +28,48 @@ from pfeife_accelerate.compat import make_wrapper, pytree
 from pfeife_accelerate.errors import PfeifeError
 
 
+@dataclass(frozen=True)
+class ViewStep:
+    """An operation whose result `index` is a view; `SOURCE` stands for the viewed tensor among its arguments."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int
+    grad_enabled: bool
+
+    @property
+    def cuts_gradient(self) -> bool:
+        """Whether the view shares values alone: autograd does not know that it is one."""
+        return not self.grad_enabled or known.name_of(self.func) in ("detach", "__get__ data")
+
+
+@dataclass
+class Memory:
+    """What a tensor and its views share: the value that all are views of, and the tensors that the script still has."""
+
+    record: Record
+    members: list[ref[Deferred]]
+
+    def living(self) -> list[Deferred]:
+        """The tensors that still exist."""
+        return [member for member in (reference() for reference in self.members) if member is not None]
+
+
 class Deferred(torch.Tensor):
     """The part of `DeferredTensor` that recording needs."""
 
     record: Record
-    viewed: tuple[Deferred, Record, Operation, int] | None
-    """The deferred tensor whose memory this one shares, its record at that time, and how this one was made from it."""
-    views: list[ref[Deferred]]
+    memory: Memory | None
+    """What it shares with its views, or with the tensor it is a view of; None if it has never had one."""
+    steps: tuple[ViewStep, ...]
+    """How this view is made from the memory's record."""
 
     @classmethod
     def make(cls, record: Record) -> Any:
         """A deferred tensor for a record."""
         tensor: Deferred = make_wrapper(cls, record.fake)
-        tensor.record, tensor.viewed, tensor.views = record, None, []
+        tensor.record, tensor.memory, tensor.steps = record, None, ()
         return tensor
 
 
@@ -114,8 +144,12 @@ def _made(operation: Operation, index: int, result: Result, value: Any, tensors:
     tensor = cls.make(Record(fake=result.fake, operation=operation, index=index, value=value))
     viewed = tensors[result.viewed] if result.viewed is not None else None
     if isinstance(viewed, Deferred):
-        tensor.viewed = (viewed, viewed.record, operation, index)
-        viewed.views = [view for view in viewed.views if view() is not None] + [ref(tensor)]
+        args, kwargs = mapped((operation.args, operation.kwargs), lambda x: known.SOURCE if x is viewed.record else x)
+        if viewed.memory is None:
+            viewed.memory = Memory(record=viewed.record, members=[ref(viewed)])
+        tensor.memory = viewed.memory
+        tensor.steps = (*viewed.steps, ViewStep(operation.func, args, kwargs, index, operation.grad_enabled))
+        tensor.memory.members = [ref(member) for member in tensor.memory.living()] + [ref(tensor)]
     return tensor
 
 

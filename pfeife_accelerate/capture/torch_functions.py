@@ -245,27 +245,32 @@ class ChangedCopy:
 
 
 class WrittenBack:
-    """A tensor after one of its views was changed: a copy of it with the view's new value in the view's place."""
+    """A tensor after one of its views was changed: a copy of it with the view's new value in the view's place.
 
-    def __init__(self, view: Any, index: int, keep_gradient: bool) -> None:
-        self._view = view
-        self._index = index
+    `steps` are the functions that lead from the tensor to the view: which of their results, whether with a gradient.
+    """
+
+    def __init__(self, steps: tuple[tuple[Any, int, bool], ...], keep_gradient: bool) -> None:
+        self._steps = steps
         self._keep_gradient = keep_gradient
-        self.__module__ = str(getattr(view, "__module__", ""))
-        self.__name__ = f"written_back_{name_of(view)}_{index}" + ("_without_gradient" if keep_gradient else "")
+        self.__module__ = str(getattr(steps[-1][0], "__module__", ""))
+        names = "_".join(f"{name_of(func)}_{index}_{grad_enabled}" for func, index, grad_enabled in steps)
+        self.__name__ = f"written_back_{names}" + ("_without_gradient" if keep_gradient else "")
         self.__qualname__ = self.__name__
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WrittenBack) and (self._view, self.__name__) == (other._view, other.__name__)
+        return isinstance(other, WrittenBack) and (self._steps, self.__name__) == (other._steps, other.__name__)
 
     def __hash__(self) -> int:
-        return hash((self._view, self.__name__))
+        return hash((self._steps, self.__name__))
 
-    def __call__(self, source: torch.Tensor, changed: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-        """`args` and `kwargs` are those of the function that made the view, with `SOURCE` for the tensor."""
-        copy = source.clone()
-        args, kwargs = mapped((args, kwargs), lambda item: copy if item is SOURCE else item)
-        view = pytree.tree_leaves(self._view(*args, **kwargs))[self._index]
+    def __call__(self, source: torch.Tensor, changed: torch.Tensor, arguments: list[tuple[Any, Any]]) -> torch.Tensor:
+        """`arguments` are those of the steps, with `SOURCE` for the tensor that each looks at."""
+        view = copy = source.clone()
+        for (func, index, grad_enabled), given in zip(self._steps, arguments, strict=True):
+            args, kwargs = mapped(given, lambda item, view=view: view if item is SOURCE else item)  # type: ignore[misc]
+            with torch.set_grad_enabled(torch.is_grad_enabled() and grad_enabled):
+                view = pytree.tree_leaves(func(*args, **kwargs))[index]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._keep_gradient):
             view.copy_(changed)
         return copy

@@ -1,7 +1,7 @@
 """The face that a pipelined model shows the script: the model itself, with another `forward`.
 
-Class, attributes, parameter names and identity stay; `accelerator.unwrap_model` returns the same object. Other methods than
-`forward` that run the model (`generate`) run it whole, on the ranks that call them.
+Class, attributes, parameter names and identity stay; `accelerator.unwrap_model` returns the same object. Other methods
+than `forward` that run the model (`generate`) run it whole, on the ranks that call them.
 """
 
 from __future__ import annotations

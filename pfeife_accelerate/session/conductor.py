@@ -1,8 +1,8 @@
 """Which schedule runs next: one rank of the pipeline decides, the others follow, so that all run the same sequence.
 
 The conductor is the rank of the last stage, which computes the loss. It announces every schedule by a small message
-before it starts it. A follower runs announced schedules in order, whenever its script asks for something that needs them.
-Nobody therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
+before it starts it. A follower runs announced schedules in order, whenever its script asks for what needs them. Nobody
+therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
 
 - a follower that reads before `backward` tells the conductor (a *demand*) and waits for the announcement; the conductor
   serves open demands whenever its script enters this package;
@@ -14,7 +14,7 @@ Nobody therefore depends on who reads a value first, and a script that reads ear
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,9 @@ class Conductor:
         self._followers = [first_rank + r for r in range(num_ranks) if r != num_ranks - 1]
         self._waiting: deque[Announcement] = deque()
         self._next_number = 0
-        self._made: Counter[int] = Counter()
+        self._not_made: dict[int, set[int]] = {}
+        self.waiting_for: int | None = None
+        """The rank, as the control plane numbers it, whose message is waited for at this moment."""
         self._demanded: dict[int, set[str]] = {}
         self._starting: set[int] = set()
         self.calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
@@ -81,7 +83,7 @@ class Conductor:
         if training:
             self.open_calls.add(call)
         if not self.leads:
-            self.control.post([self._leader], _TO_LEADER, {"made": call.number})
+            self.control.post([self._leader], _TO_LEADER, {"made": call.number, "rank": self.control.rank})
 
     def next_number(self) -> int:
         """Number of the next call: the same on all ranks of the pipeline."""
@@ -97,10 +99,14 @@ class Conductor:
     def gather(self, call: Call, serve_demand: Callable[[Call], None]) -> None:
         """Wait until the scripts of all ranks have made a call; meanwhile do what they wait for."""
         self._starting.add(call.number)
-        while self._made[call.number] < len(self._followers):
-            self._note(self.control.receive(_TO_LEADER))
+        while missing := self._missing(call.number):
+            self._note(self._receive(_TO_LEADER, min(missing)))
             self._serve_demands(serve_demand)
         self._starting.discard(call.number)
+
+    def _missing(self, number: int) -> set[int]:
+        """Ranks whose script has not made the call yet."""
+        return self._not_made.setdefault(number, set(self._followers))
 
     def _serve_demands(self, serve_demand: Callable[[Call], None]) -> bool:
         busy = False
@@ -113,7 +119,7 @@ class Conductor:
 
     def _note(self, body: dict[str, Any]) -> None:
         if "made" in body:
-            self._made[int(body["made"])] += 1
+            self._missing(int(body["made"])).discard(int(body["rank"]))
         else:
             self._demanded.setdefault(int(body["demand"]), set()).update(body["wanted"])
 
@@ -127,7 +133,9 @@ class Conductor:
     def follow(self, call: Call, progress: Progress, run: Callable[[Call, Announcement], None]) -> None:
         """Run announced schedules until `call` has come as far as `progress`."""
         while call.progress < progress:
-            announcement = self._waiting.popleft() if self._waiting else self._receive()
+            if not self._waiting:
+                self._waiting.append(Announcement.from_json(self._receive(_SCHEDULE, self._leader)))
+            announcement = self._waiting.popleft()
             target = call if announcement.call == call.number else self.calls.get(announcement.call)
             if target is None:
                 raise PfeifeError(
@@ -142,8 +150,12 @@ class Conductor:
         """Tell the leading rank that this call's values are wanted before its backward."""
         self.control.post([self._leader], _TO_LEADER, {"demand": call.number, "wanted": list(call.reachable())})
 
-    def _receive(self) -> Announcement:
-        return Announcement.from_json(self.control.receive(_SCHEDULE))
+    def _receive(self, topic: str, sender: int) -> dict[str, Any]:
+        self.waiting_for = sender
+        try:
+            return self.control.receive(topic)
+        finally:
+            self.waiting_for = None
 
     # -------------------------------------------------------------------------------------------- between schedules
 
@@ -173,7 +185,7 @@ class Conductor:
     def finished(self, call: Call) -> None:
         """Note that a call needs no more schedules."""
         self._demanded.pop(call.number, None)
-        self._made.pop(call.number, None)
+        self._not_made.pop(call.number, None)
         self.open_calls.close(call)
         self.recent.append(call)
 

@@ -1,7 +1,8 @@
 """Gradients between the schedule that computes them and the script that asks for them.
 
-Models: parameters tied across stages (their gradients are summed over the holding ranks), gradients computed before this
-rank's script called `backward` (held aside, since the script may still zero its gradients), and the mean over pipelines.
+Models: parameters tied across stages (their gradients are summed over the holding ranks), gradients computed before
+this rank's script called `backward` (held aside, since the script may still zero its gradients), and the mean over
+pipelines.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class GradientBook:
 
     @contextmanager
     def collecting(self, call: Call, session: Session) -> Iterator[None]:
-        """Around a schedule with backwards: afterwards `.grad` (or, if not asked for yet, `call.held_gradients`) is whole."""
+        """Around a schedule with backwards: afterwards `.grad`, or `call.held_gradients` if not asked for yet, is whole."""
         own, shared = self.placement.placed, self.placement.shared
         aside = {name: p.grad for name, p in own.items() if not call.asked or name in shared}
         for name in aside:
@@ -52,7 +53,7 @@ class GradientBook:
         call.held_gradients = None
 
     def synchronise(self, session: Session) -> None:
-        """As DistributedDataParallel does: the mean gradient over the pipelines, and the first one's changed buffers."""
+        """As DistributedDataParallel does: the mean gradient over pipelines, and the first one's changed buffers."""
         if session.mesh.num_pipelines == 1:
             return
         group = session.mesh.replica_group

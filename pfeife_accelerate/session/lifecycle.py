@@ -87,12 +87,20 @@ class Session:
         """Run what other ranks wait for; called whenever the script enters this package."""
         return self.conductor.service(self.run, self.serve_demand)
 
+    @property
+    def waiting_for(self) -> int | None:
+        """The rank of the launch that the main thread waits for at this moment; to be read from another thread."""
+        peer = self.transport.waiting_for
+        if peer is None:
+            return self.conductor.waiting_for
+        return self.mesh.pipeline_index * self.mesh.pipeline_size + peer
+
     def serve_demand(self, call: Call) -> None:
         """On the conductor: run the forward half of a call that another rank reads."""
         call.resolver.bring_forward(call)  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Before parameters change: calls whose backward has not come, but which may be read, run their forward half."""
+        """Before parameters change: calls whose backward has not come, but which may be read, run their forward."""
         conductor = self.conductor
         if not conductor.open_calls.take_not_asked():
             return
@@ -189,7 +197,7 @@ def start(plugin: PfeifePlugin, device: torch.device | None = None) -> Session:
     guard = failure.install(control, mesh.world_rank, mesh.world_size)
     use_pipelines_as_world(mesh)
     session = Session(plugin, mesh, control, device or torch.device("cpu"))
-    guard.watch(lambda: session.transport.waiting_for)
+    guard.watch(lambda: session.waiting_for)
     _HOLDER.session = session
     _HOLDER.place = mesh.shape
     register_optimizer_step_pre_hook(lambda *_: session.hold_still())

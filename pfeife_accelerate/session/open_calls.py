@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.session.call import Call, Progress
@@ -59,7 +60,8 @@ class OpenCalls:
     def listen(self) -> None:
         """Note what the others' scripts have dropped."""
         while (body := self._control.poll(_DROPPED)) is not None:
-            self._dropped_elsewhere.update(int(number) for number in body["calls"])  # type: ignore[union-attr]
+            numbers: Any = body["calls"]
+            self._dropped_elsewhere.update(numbers)
 
     def free(self) -> None:
         """Let go of calls that nobody can reach. All schedules announced before the news must have been taken up."""

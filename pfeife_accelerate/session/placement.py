@@ -1,7 +1,7 @@
 """Which rank holds which parameter, and giving up the memory of the others.
 
-A parameter lives on the ranks whose stages read it: one, or several if it is tied across stages. Elsewhere the same Python
-object becomes a meta tensor, so that misuse raises. A parameter that no stage reads stays on every rank.
+A parameter lives on the ranks whose stages read it: one, or several if it is tied across stages. Elsewhere the same
+Python object becomes a meta tensor, so that misuse raises. A parameter that no stage reads stays on every rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ class Placement:
                     transport.send(parameter.detach(), other, _TIE_TAG + _tag(self.parameters, name))
             else:
                 receive = transport.post_receive(
-                    tuple(parameter.shape), parameter.dtype, parameter.device, owner, _TIE_TAG + _tag(self.parameters, name)
+                    tuple(parameter.shape),
+                    parameter.dtype,
+                    parameter.device,
+                    owner,
+                    _TIE_TAG + _tag(self.parameters, name),
                 )
                 parameter.copy_(receive.wait())
         transport.flush()

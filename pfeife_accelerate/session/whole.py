@@ -65,8 +65,8 @@ class _Hook:
 class WholeState:
     """Hooks on the modules of a pipelined model, for `state_dict` and `load_state_dict` of the whole or of any part.
 
-    `state_dict()` is whole on whichever rank calls it. `load_state_dict()` is to be called on all ranks of the pipeline:
-    each keeps what is its own.
+    `state_dict()` is whole on whichever rank calls it. `load_state_dict()` is to be called on all ranks of the
+    pipeline: each keeps what is its own.
     """
 
     def __init__(self, model: PipelinedModel) -> None:
@@ -136,7 +136,8 @@ def whole_module(model: PipelinedModel) -> Iterator[nn.Module]:
     canonical = {id(tensor): name for name, tensor in model.states.items()}
     elsewhere = [name for name in model.states if is_elsewhere(model, name)]
     found = {
-        name: _like(model.states[name], tensor.to(model.device)) for name, tensor in fetch_states(model, elsewhere).items()
+        name: _like(model.states[name], tensor.to(model.device))
+        for name, tensor in fetch_states(model, elsewhere).items()
     }
     replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     try:

@@ -255,6 +255,21 @@ if rank == 1:
         assert_stopped(outcome, rank, f"rank 1 failed: {text}")
 
 
+def test_a_collective_with_a_rank_whose_script_has_ended_is_a_failure(tmp_path):
+    script = """
+if rank == 1:
+    dist.all_reduce(torch.zeros(1))
+"""
+    outcome = run(script, tmp_path)
+    text = "rank 0's script has ended, and rank 1 still waits for all ranks in a collective ("
+    other = text.replace("rank 0", "rank 2")
+    assert text in outcome.errors[1] or other in outcome.errors[1], outcome.text
+    assert f"{tmp_path / 'script.py'}:" in outcome.errors[1]
+    for rank in (0, 2):
+        assert outcome.codes[rank] == 1 and outcome.errors[rank].count("\n") == 1, outcome.text
+    assert outcome.wall_s < 10
+
+
 def test_forked_processes_keep_no_connection_and_report_nothing(tmp_path):
     # As dataloader workers do: they outlive their killed parent, and fail in their own way.
     script = """

@@ -156,7 +156,7 @@ def test_an_argument_of_which_nothing_is_known_is_like_no_other():
     assert first.signature != second.signature
 
 
-def test_steps_that_draw_the_same_differ_from_those_that_do_not():
+def test_steps_that_draw_random_numbers_are_alike():
     assert (
         of(lambda x: torch.bernoulli(x.sigmoid()).sum()).signature
         == of(lambda x: torch.bernoulli(x.sigmoid()).sum()).signature

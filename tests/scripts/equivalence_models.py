@@ -1,7 +1,7 @@
 """Small models of the kinds that people train, built offline, each with a maker of batches and its loss.
 
-A batch is a dict of keyword arguments, but for the entry `target`, which only the loss reads. It is drawn from a generator
-of its own, so that batches are the same in every process, whatever the model draws.
+A batch is a dict of keyword arguments, but for the entry `target`, which only the loss reads. It is drawn from a
+generator of its own, so that batches are the same in every process, whatever the model draws.
 """
 
 from __future__ import annotations

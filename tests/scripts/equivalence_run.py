@@ -2,8 +2,8 @@
 
     equivalence_run.py FOLDER CASE...
 
-The same script is run as one plain process and as ranks of a pipeline. It knows which only to vary the pipeline's options
-from case to case, which a real script does by its configuration. Results are `FOLDER/CASE.RANK.pt`.
+The same script is run as one plain process and as ranks of a pipeline. It knows which only to vary the pipeline's
+options from case to case, which a real script does by its configuration. Results are `FOLDER/CASE.RANK.pt`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from equivalence_cases import CASES, Case, Models, Run
+from equivalence_cases import CASES
+from equivalence_kit import Case, Models, Run
 
 
 def main() -> None:
@@ -35,12 +35,7 @@ def main() -> None:
         models.options = case.options
         set_seed(1)
         run = Run(accelerator=accelerator, dtype=case.dtype, rank=rank, size=size, models=models)
-        try:
-            case.body(run)
-        except BaseException:
-            print(f"case {name} failed on rank {rank}", file=sys.stderr)
-            traceback.print_exc()
-            raise
+        case.body(run)
         torch.save(run.records, folder / f"{name}.{rank}.pt")
         accelerator.wait_for_everyone()
         if rank == 0:

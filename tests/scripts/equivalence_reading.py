@@ -1,0 +1,186 @@
+"""Values read before and after backward, by some ranks or by all, in good time or late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from equivalence_kit import ONE_F_ONE_B, Body, Case, Run, add, case, token_loss
+
+
+def _readers() -> Iterator[tuple[str, Callable[[Run], bool]]]:
+    yield "everywhere", lambda run: True
+    yield "on_main", lambda run: run.is_main
+    yield "on_last", lambda run: run.is_last
+    yield "on_others", lambda run: not run.is_main or run.size == 1
+
+
+def _read(kind: str, run: Run, outputs: Any, loss: torch.Tensor) -> None:
+    match kind:
+        case "item":
+            run.record("early", loss.item())
+        case "print":
+            run.record("early", f"{loss:.9f}"[:8])
+        case "branch":
+            run.record("early", "nan" if torch.isnan(loss) else "number")
+        case "logits":
+            run.record("early", outputs.logits.argmax(-1))
+        case "scaled":
+            run.record("early", (loss.detach().float() * 2).item())
+
+
+def _add_early_readers() -> None:
+    for who, reads in _readers():
+        for kind in ("item", "print", "branch", "logits", "scaled"):
+            for place in ("inside", "outside"):
+                if kind in ("print", "branch") and place == "outside":
+                    continue
+                name = f"{kind}_of_a_loss_{place}_read_early_{who}"
+                ranks = (2, 3) if kind == "item" else (2,)
+                body = _early_reader(reads, kind, place == "inside")
+                add(Case(name, name, body, ranks, {**ONE_F_ONE_B, "num_microbatches": 4}, torch.float64))
+
+
+def _early_reader(reads: Callable[[Run], bool], kind: str, inside: bool) -> Body:
+    def body(run: Run) -> None:
+        training = run.prepare("llama")
+        for step in range(6):
+            batch = training.batch()
+            labels = batch["labels"] if inside else batch.pop("labels")
+            outputs = training.model(**batch)
+            loss = outputs.loss if inside else token_loss(outputs.logits, labels)
+            if kind != "logits":
+                outputs = None  # most scripts keep the loss alone
+            if reads(run):
+                time.sleep(0.05 * (step % 2))  # readers are late, or early
+                _read(kind, run, outputs, loss)
+            elif step % 3 == 2:
+                time.sleep(0.05)
+            training.backward(loss)
+            training.update(loss)
+
+    return body
+
+
+_add_early_readers()
+
+
+@case(ranks=(2, 3))
+def logits_read_late_on_one_rank(run: Run) -> None:
+    training = run.prepare("llama")
+    for step in range(4):
+        outputs, loss = training.forward(training.batch())
+        training.backward(loss)
+        if run.is_main if step % 2 else run.is_last:
+            run.record("predictions", outputs.logits.argmax(-1))
+        training.update(loss)
+
+
+@case(ranks=(3,))
+def running_total(run: Run) -> None:
+    training = run.prepare("llama")
+    total: Any = 0
+    for step in range(4):
+        _, loss = training.forward(training.batch())
+        if step < 2:
+            total += loss.detach().float()
+        training.backward(loss)
+        if step >= 2:
+            total += loss.detach().float()
+        training.update()
+    run.record("total", float(total))
+
+
+@case(ranks=(3,))
+def previous_step_read(run: Run) -> None:
+    training = run.prepare("llama")
+    before: Any = None
+    for step in range(5):
+        outputs, loss = training.forward(training.batch())
+        if before is not None and (step % 2 or run.is_main):
+            run.record("previous loss", before[1].item())
+            run.record("previous logits", before[0].logits)
+        training.backward(loss)
+        training.update()
+        before = (outputs, loss)
+
+
+@case()
+def gathered_before_backward(run: Run) -> None:
+    training = run.prepare("unet")
+    total = 0.0
+    for _ in range(3):
+        _, loss = training.forward(training.batch())
+        total += run.accelerator.gather(loss.repeat(8)).mean().item() / 2
+        training.backward(loss)
+        training.update(loss)
+    run.record("total", total)
+
+
+@case(ranks=(3,))
+def backward_never_comes(run: Run) -> None:
+    training = run.prepare("llama")
+    for step in range(4):
+        training.step(training.batch())
+        _, loss = training.forward(training.batch())
+        if (run.is_main, run.is_last)[step % 2]:
+            run.record("unused", loss.item())
+        del loss
+        if step < 2:
+            run.accelerator.wait_for_everyone()
+
+
+@case(ranks=(3,))
+def backward_never_comes_before_clipping(run: Run) -> None:
+    training = run.prepare("llama")
+    for step in range(4):
+        _, loss = training.forward(training.batch())
+        training.backward(loss)
+        _, unused = training.forward(training.batch())
+        if (run.is_main, run.is_last)[step % 2]:
+            time.sleep(0.05)
+            run.record("unused", unused.item())
+        del unused
+        run.record("norm", run.accelerator.clip_grad_norm_(training.model.parameters(), 0.5))
+        training.update(loss)
+
+
+@case(ranks=(3,))
+def unused_forward_read_after_the_parameters_changed(run: Run) -> None:
+    training = run.prepare("encoder", rate=0.1)
+    for step in range(4):
+        _, loss = training.forward(training.batch())
+        _, unused = training.forward(training.batch())
+        training.backward(loss)
+        training.update(loss)
+        if step % 2 or run.is_main:
+            run.record("unused", unused.item())
+            run.record("unused again", (unused * 2).item())
+
+
+@case(ranks=(3,))
+def only_a_loss_returned_and_read_early_on_main(run: Run) -> None:
+    training = run.prepare("loss_only", rate=0.1)
+    for step in range(6):
+        _, loss = training.forward(training.batch())
+        if run.is_main:
+            time.sleep(0.03 * (step % 2))
+            run.record("early", loss.item())
+        training.backward(loss)
+        training.update(loss)
+
+
+@case(ranks=(2, 3))
+def evaluation_without_no_grad_read_on_main(run: Run) -> None:
+    training = run.prepare("llama")
+    training.step(training.batch())
+    total = 0.0
+    for _ in range(8):
+        outputs, loss = training.forward(training.batch())
+        if run.is_main:
+            total += loss.item() + outputs.logits.mean().item()
+    if run.is_main:
+        run.record("total", total)
+    training.step(training.batch())
