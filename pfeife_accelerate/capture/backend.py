@@ -1,7 +1,7 @@
 """The Dynamo side of a capture: collect the graphs of one call, compute nothing.
 
-Key components: `CallRecorder`, the backend given to `torch.compile`; `eager_backend`, registered in the entry-point group
-`torch_dynamo_backends` under the name `pfeife`, which runs what it is given and exists for debugging a capture:
+Key components: `CallRecorder`, the backend given to `torch.compile`; `eager_backend`, registered in the entry-point
+group `torch_dynamo_backends` under the name `pfeife`, which runs what it is given and helps to debug a capture:
 `torch.compile(model, backend="pfeife")`.
 """
 
@@ -41,6 +41,7 @@ class CallRecorder:
         self.batch_size = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's contract: called once for each new graph."""
         graphs: list[CapturedGraph] = []
 
         def run(*args: Any) -> list[Any]:

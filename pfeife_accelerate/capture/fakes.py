@@ -54,10 +54,9 @@ class FakeState:
     def _twin(self, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-            fake: torch.Tensor = FakeTensor(self.mode, meta, self.device)
-        if isinstance(real, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=real.requires_grad)
-        return fake
+            fake = FakeTensor(self.mode, meta, self.device)
+        is_parameter = isinstance(real, nn.Parameter)
+        return nn.Parameter(fake, requires_grad=bool(real.requires_grad)) if is_parameter else fake
 
     def matches(self) -> bool:
         """Whether the model still holds the tensors that the twins were made from (else the twins must be remade)."""

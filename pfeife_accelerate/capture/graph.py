@@ -1,8 +1,8 @@
 """A captured graph, read for what pipelining needs to know about it.
 
-What each placeholder is (a size symbol, a parameter or buffer, an input of the call), which dimension carries the batch,
-where a cut is legal, and which operations mix the rows of the batch. Those last ones, with everything computed from
-them, are the *tail* (typically the loss inside the model): the tail is never cut into stages but replayed with the
+What each placeholder is (a size symbol, a parameter or buffer, an input of the call), which dimension carries the
+batch, where a cut is legal, and which operations mix the rows of the batch. Those last ones, with everything computed
+from them, are the *tail* (typically the loss inside the model): the tail is never cut into stages but replayed with the
 script's own loss operations.
 
 Does not model: graphs in several pieces, and mixing that keeps the batch dimension's size (BatchNorm in training mode).
@@ -20,7 +20,16 @@ import sympy
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.nodes import autocast_step, draws_random, inputs_of, is_noise, is_training_batch_norm, mutates, source_line, tensors_in
+from pfeife_accelerate.capture.nodes import (
+    autocast_step,
+    draws_random,
+    inputs_of,
+    is_noise,
+    is_training_batch_norm,
+    mutates,
+    source_line,
+    tensors_in,
+)
 from pfeife_accelerate.compat import SET_GRAD_ENABLED, expression_of, storage_id
 
 METADATA_ONLY = frozenset(
@@ -55,7 +64,9 @@ class Placeholder:
 class CapturedGraph:
     """An fx graph at torch level with symbolic batch size; see the module's docstring."""
 
-    def __init__(self, gm: fx.GraphModule, placeholders: tuple[Placeholder, ...], batch_symbols: frozenset[Any]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, placeholders: tuple[Placeholder, ...], batch_symbols: frozenset[Any]
+    ) -> None:
         self.gm = gm
         self.placeholders = placeholders
         self.batch_symbols = batch_symbols
@@ -147,18 +158,17 @@ class CapturedGraph:
         return frozenset(tail), first
 
     def _find_prologue(self) -> frozenset[fx.Node]:
-        """What the tail reads that depends on the call's inputs alone (shifted labels, masks): constants to the loss."""
+        """What the tail reads of the call's inputs alone (shifted labels, masks): constants to the loss."""
         pure: set[fx.Node] = set()
         for node in self.gm.graph.nodes:
             placeholder = self.placeholder_of.get(node)
             if placeholder is not None:
                 if placeholder.kind is not PlaceholderKind.STATE:
                     pure.add(node)
-            elif node.op in ("call_function", "call_method") and all(
-                n in pure or n.op == "get_attr" for n in inputs_of(node)
-            ):
-                if not draws_random(node) and mutates(node) is None:
-                    pure.add(node)
+                continue
+            is_plain = node.op in ("call_function", "call_method") and not draws_random(node) and mutates(node) is None
+            if is_plain and all(n in pure or n.op == "get_attr" for n in inputs_of(node)):
+                pure.add(node)
         wanted: set[fx.Node] = set()
         stack = [read for node in self.tail for read in inputs_of(node)]
         while stack:
@@ -284,6 +294,11 @@ def _storages(example: Any) -> list[int]:
     return [storage_id(t) for t in tensors_in(example)]
 
 
+def _must_stay(node: fx.Node) -> bool:
+    """Whether a node counts even if nobody reads its value: it changes something, or switches a mode."""
+    return node.op in ("placeholder", "output") or mutates(node) is not None or "example_value" not in node.meta
+
+
 def _normalise(gm: fx.GraphModule) -> None:
     """Drop bookkeeping calls, and pull each tuple's `getitem` readers directly behind it so that a cut can follow."""
     for node in list(gm.graph.nodes):
@@ -299,7 +314,5 @@ def _normalise(gm: fx.GraphModule) -> None:
             if user.op == "call_function" and user.target is operator.getitem and isinstance(user.args[1], int):
                 anchor.append(user)
                 anchor = user
-    gm.graph.eliminate_dead_code(
-        lambda node: node.op in ("placeholder", "output") or mutates(node) is not None or "example_value" not in node.meta
-    )
+    gm.graph.eliminate_dead_code(_must_stay)
     gm.recompile()

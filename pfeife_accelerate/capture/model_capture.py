@@ -1,6 +1,7 @@
 """Calls of a model under capture: the graph, this call's arguments, and the structure of what the model returns.
 
-The model's own `forward` is compiled with a backend that computes nothing, on fake parameters; see `backend` and `fakes`.
+The model's own `forward` is compiled with a backend that computes nothing, on fake parameters; see `backend` and
+`fakes`.
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ def _map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int) -> A
     if depth == 0 or structure is None or isinstance(structure, str | bytes | int | float | bool):
         return structure
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type) and not isinstance(structure, dict):
-        changed = {f.name: _map_tensors(replace, vars(structure)[f.name], depth - 1) for f in dataclasses.fields(structure)}
+        fields = {f.name: vars(structure)[f.name] for f in dataclasses.fields(structure)}
+        changed = {name: _map_tensors(replace, value, depth - 1) for name, value in fields.items()}
         return dataclasses.replace(structure, **changed)
     children, spec = pytree.tree_flatten(structure, is_leaf=lambda x: x is not structure)
     if len(children) == 1 and children[0] is structure:

@@ -1,7 +1,7 @@
 """The planner's view of a captured graph, and how a plan made for one graph is followed in another of the same model.
 
-A new length, evaluation, or a changed flag gives a graph of its own. Parameters do not move for it: every operation stays
-on a stage that holds its parameters, and the cuts go where the fewest bytes cross between them.
+A new length, evaluation, or a changed flag gives a graph of its own. Parameters do not move for it: every operation
+stays on a stage that holds its parameters, and the cuts go where the fewest bytes cross between them.
 """
 
 from __future__ import annotations

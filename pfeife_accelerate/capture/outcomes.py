@@ -107,9 +107,9 @@ _DRAWS_AS_MANY_AS_THE_DATA_SAY = frozenset(
 
 
 def outcome_of(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], metadata: list[Metadata | None]
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], metadata: list[Metadata | torch.Tensor]
 ) -> Outcome:
-    """What a call returns whose tensors, in order, have this metadata.
+    """What a call returns whose tensors, in order, have this metadata, or are unusual and like this fake tensor.
 
     Raises: NeedsData if that cannot be known without data.
     """
@@ -124,10 +124,10 @@ def outcome_of(
     return outcome
 
 
-def _key(func: Any, args: Any, kwargs: Any, metadata: list[Metadata | None]) -> Hashable | None:
-    if None in metadata:
+def _key(func: Any, args: Any, kwargs: Any, metadata: list[Metadata | torch.Tensor]) -> Hashable | None:
+    if not all(isinstance(m, Metadata) for m in metadata):
         return None
-    devices = sorted({m.device.type for m in metadata if m is not None})
+    devices = sorted({m.device.type for m in metadata})
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
     modes = torch.is_grad_enabled(), *autocast
     try:
@@ -148,7 +148,7 @@ def _raise_unknown(item: Any) -> Hashable:
 
 
 def _work_out(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], metadata: list[Metadata | None]
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], metadata: list[Metadata | torch.Tensor]
 ) -> Outcome:
     twins: list[torch.Tensor] = []
 
@@ -156,9 +156,8 @@ def _work_out(
         if not isinstance(item, torch.Tensor):
             return item
         own = metadata[len(twins)]
-        twin = fake_twin(item) if own is None else shared_fake(own)
-        if any(twin is other for other in twins):  # twins of tensors that are alike must be told apart
-            assert own is not None
+        twin = shared_fake(own) if isinstance(own, Metadata) else own
+        if isinstance(own, Metadata) and any(twin is other for other in twins):  # twins must be told apart
             twin = new_fake(own)
         twins.append(twin)
         return twin

@@ -19,6 +19,7 @@ from pfeife_accelerate.capture.outcomes import (
     NeedsData,
     Outcome,
     Result,
+    fake_twin,
     new_fake,
     outcome_of,
 )
@@ -121,7 +122,10 @@ def _outcome(
 ) -> tuple[Outcome, Any, known.Draw | None]:
     """What the call returns; its real results if it had to run to tell; how its random numbers can be drawn again."""
     device = next(t.record.fake.device for t in tensors if isinstance(t, Deferred))
-    metadata = [t.record.metadata if isinstance(t, Deferred) else Metadata.of(t) for t in tensors]
+    metadata = [
+        t.record.metadata or t.record.fake if isinstance(t, Deferred) else Metadata.of(t) or fake_twin(t)
+        for t in tensors
+    ]
     try:
         outcome = outcome_of(func, args, kwargs, metadata)
     except NeedsData:

@@ -21,7 +21,7 @@ from pfeife_accelerate.ir.program import InputKind, StageInput, StageProgram, Va
 
 @dataclass(frozen=True, kw_only=True)
 class StagedGraph:
-    """A captured graph in stages: the programs, which stage makes each value that leaves its stage, and who reads it."""
+    """A captured graph in stages: the programs, and for each value that leaves its stage who makes and who reads it."""
 
     graph: CapturedGraph
     stages: tuple[StageProgram, ...]

@@ -2,7 +2,8 @@
 
 Models: `save_model`, which looks at the parameters themselves and not only at the state dict; `save_state`, whose files
 are named by process number.
-Ignores: `get_state_dict`, `unwrap_model(...).state_dict()` and `save_pretrained`, which need no hook (see `session.whole`).
+Ignores: `get_state_dict`, `unwrap_model(...).state_dict()` and `save_pretrained`, which need no hook
+(see `session.whole`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The one executor: runs a rank's list of actions over a transport.
 
-Training, evaluation and the two halves of the exact two-phase order differ in their lists alone. Receives are posted where
-the list says and awaited where a stage needs them; sends never block. Values are freed as soon as no action needs them.
+Training, evaluation and the two halves of the exact two-phase order differ in their lists alone. Receives are posted
+where the list says and awaited where a stage needs them; sends never block. Values are freed as soon as no action
+needs them.
 """
 
 from __future__ import annotations
@@ -171,9 +172,9 @@ class _Run:
         values = self.state.values[microbatch]
         for program_input in self.program.stages[stage].inputs:
             name = program_input.name
-            if program_input.kind is InputKind.VALUE and final_reader.get(name) == stage and name in values:
-                if not values[name].requires_grad:
-                    del values[name]
+            is_last = program_input.kind is InputKind.VALUE and final_reader.get(name) == stage
+            if is_last and name in values and not values[name].requires_grad:
+                del values[name]
 
     # -------------------------------------------------------------------------------------------- transfers
 

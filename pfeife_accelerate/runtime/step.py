@@ -1,4 +1,4 @@
-"""The data of one step on one rank: what the executor is given, and what it keeps between a forward and its backward."""
+"""One step on one rank as data: what the executor is given, and what it keeps between a forward and its backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pfeife_accelerate.runtime.microbatch import Microbatch
 
 @dataclass(frozen=True, kw_only=True)
 class MessageValues:
-    """What one message carries: all values of a stage that one rank reads; `with_grad` are those a gradient comes back for."""
+    """What one message carries: all values of a stage that one rank reads, and those a gradient comes back for."""
 
     values: tuple[str, ...]
     with_grad: tuple[str, ...]
@@ -25,7 +25,7 @@ class MessageValues:
 class RankProgram:
     """All that one rank does in a step, whatever the data: its actions, its stages, and what the messages carry.
 
-    `messages` is keyed by (producing stage, consuming rank). `readers` tells for each value the own stages that read it.
+    `messages` is keyed by (producing stage, consuming rank). `readers` tells for each value which own stages read it.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """The first calls of a model check that all ranks of a pipeline were given the same batch.
 
-Every rank cuts its own copy of the batch, so different copies would train on nonsense without any error. Models: a digest
-of every tensor argument, compared by the conductor. Ignores: calls after the first few, which cost nothing.
+Every rank cuts its own copy of the batch, so different copies would train on nonsense without any error. Models: a
+digest of every tensor argument, compared by the conductor. Ignores: calls after the first few, which cost nothing.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class BatchCheck:
 
 
 def _digests(call: Call) -> list[str]:
-    return [_digest(value) for value in call.arguments if isinstance(value, torch.Tensor) and not _is_state(call, value)]
+    tensors = [value for value in call.arguments if isinstance(value, torch.Tensor)]
+    return [_digest(tensor) for tensor in tensors if not _is_state(tensor)]
 
 
-def _is_state(call: Call, value: torch.Tensor) -> bool:
+def _is_state(value: torch.Tensor) -> bool:
+    """Whether a graph argument is a parameter or buffer, which captures replace by fakes."""
     return isinstance(value, torch.nn.Parameter) or value.device.type == "meta" or type(value) is not torch.Tensor
 
 

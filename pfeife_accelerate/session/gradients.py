@@ -31,7 +31,7 @@ class GradientBook:
 
     @contextmanager
     def collecting(self, call: Call, session: Session) -> Iterator[None]:
-        """Around a schedule with backwards: afterwards `.grad`, or `call.held_gradients` if not asked for yet, is whole."""
+        """Around a schedule with backwards: then `.grad`, or `call.held_gradients` if not asked for yet, is whole."""
         own, shared = self.placement.placed, self.placement.shared
         aside = {name: p.grad for name, p in own.items() if not call.asked or name in shared}
         for name in aside:

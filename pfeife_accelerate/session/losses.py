@@ -44,8 +44,14 @@ class MicrobatchLoss:
 def whole_batch_loss(
     expression: Expression, leaves: Sequence[torch.Tensor], gradient: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The exact order's middle: the loss over the whole batch as the script wrote it. Scalars, and gradients of leaves."""
-    inputs = [leaf.detach().requires_grad_(record.fake.requires_grad) for leaf, record in zip(leaves, expression.leaves, strict=True)]
+    """The exact order's middle: the loss over the whole batch as the script wrote it.
+
+    Returns: the expression's scalars, and the gradients of its leaves.
+    """
+    inputs = [
+        leaf.detach().requires_grad_(record.fake.requires_grad)
+        for leaf, record in zip(leaves, expression.leaves, strict=True)
+    ]
     with torch.enable_grad():
         scalars = expression.replay(inputs, expression.constants)
     root = scalars[0].sum() if gradient is None else (scalars[0] * gradient.to(scalars[0].device)).sum()

@@ -1,4 +1,4 @@
-"""Optimizer state over a pipeline: a rank keeps its own parameters' state, a state dict is whole wherever it is asked for.
+"""Optimizer state over a pipeline: a rank keeps its own parameters' state, a state dict is whole wherever it is asked.
 
 Models: optimizers whose state per parameter is a flat dictionary of tensors and numbers, as torch's are.
 Ignores: state that is shared between parameters of different stages.

@@ -49,7 +49,8 @@ def warn_of_batch_statistics(call: Call) -> None:
             _LOG,
             "batch norm",
             "BatchNorm in training mode normalises each micro-batch by its own statistics, as under gradient "
-            "accumulation; gradients differ from the whole batch's. Use eval() on these layers, or GroupNorm, to be exact.",
+            "accumulation; gradients differ from the whole batch's. To be exact, put these layers into eval() or use "
+            "GroupNorm.",
         )
 
 

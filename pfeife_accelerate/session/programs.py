@@ -42,7 +42,12 @@ class ProgramCache:
         return self._staged[key]
 
     def program(
-        self, staged: StagedGraph, needed: tuple[str, ...], loss_values: tuple[str, ...], run: Run, num_microbatches: int
+        self,
+        staged: StagedGraph,
+        needed: tuple[str, ...],
+        loss_values: tuple[str, ...],
+        run: Run,
+        num_microbatches: int,
     ) -> RankProgram:
         """This rank's program; `loss_values` are delivered to the last stage's rank."""
         key = (id(staged), needed, loss_values, run, num_microbatches)

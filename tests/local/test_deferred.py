@@ -266,6 +266,11 @@ RECORDED: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "einsum": lambda x: torch.einsum("btv,btw->vw", x, TARGET),
     "builtin_sum": lambda x: sum([x[0].mean(), x[1].mean(), 1.0]),
+    "complex_views": lambda x: (
+        torch.fft.rfft(x).conj().real,
+        torch.view_as_real(torch.fft.fft(x)),
+        x.to_sparse().to_dense(),
+    ),
     "functionals": lambda x: (
         F.layer_norm(x, (V,)),
         F.gelu(x),
@@ -739,6 +744,13 @@ def test_a_scripted_function_is_refused_where_a_gradient_would_be_lost():
             _scripted(Pipeline(logits()).output).mean().backward()
     with torch.no_grad():
         same(_scripted(Pipeline(logits()).output), _scripted(logits()))
+
+
+def test_a_transform_is_refused_where_a_gradient_would_be_lost():
+    doubled = torch.vmap(lambda row: row * 2)(Pipeline(logits()).output)
+    same(doubled, logits() * 2)
+    with pytest.raises(PfeifeError, match="PF522"):
+        doubled.mean()
 
 
 def test_checkpoint_without_reentry_is_recorded_and_with_it_refused():

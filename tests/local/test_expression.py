@@ -179,7 +179,7 @@ def test_long_expressions_are_extracted_in_linear_time():
 
 
 def test_recording_and_extracting_are_cheap():
-    """The limits are an order of magnitude above what is measured on an idle core: they catch a lost cache, not noise."""
+    """The limits are an order of magnitude above what an idle core needs: they catch a lost cache, not noise."""
     x, target = output(), torch.randn(B, V)
 
     def loss():
