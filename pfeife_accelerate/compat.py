@@ -16,11 +16,22 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # there is no public fake tensor API
 from torch.amp.autocast_mode import _enter_autocast as AUTOCAST_ENTER  # node targets in Dynamo's graphs
 from torch.amp.autocast_mode import _exit_autocast as AUTOCAST_EXIT
+from torch.autograd.function import BackwardCFunction  # what a custom Function leaves as `grad_fn`
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree  # documented for exporters, not public; stable since torch 2.2
+from torch.utils._python_dispatch import TorchDispatchMode  # documented in the dispatcher's notes only
 
 # Names that other files import from here; the functions below need no listing.
-__all__ = ["AUTOCAST_ENTER", "AUTOCAST_EXIT", "FakeTensor", "FakeTensorMode", "OpOverload", "pytree"]
+__all__ = [
+    "AUTOCAST_ENTER",
+    "AUTOCAST_EXIT",
+    "BackwardCFunction",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "pytree",
+]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Process groups and process state
@@ -138,3 +149,8 @@ def graph_break_reasons() -> list[str]:
         place = broken.user_stack[-1] if broken.user_stack else None
         found.append(reason if place is None else f"{place.filename}:{place.lineno}: {place.line} ({reason})")
     return list(dict.fromkeys(found))
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """An ATen operator's schema: names, defaults and aliasing of its arguments (torch 1.12 to 2.14)."""
+    return operator._schema

@@ -39,8 +39,7 @@ from pfeife_accelerate.capture.records import (
     records_in,
     value_of,
 )
-from pfeife_accelerate.compat import OpOverload, disable_torch_function
-from pfeife_accelerate.compat_torch import BackwardCFunction, schema_of
+from pfeife_accelerate.compat import BackwardCFunction, OpOverload, disable_torch_function, schema_of
 from pfeife_accelerate.errors import PfeifeError
 
 __all__ = [

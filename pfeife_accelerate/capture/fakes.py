@@ -61,7 +61,7 @@ class FakeState:
     def matches(self) -> bool:
         """Whether the model still holds the tensors that the twins were made from (else the twins must be remade)."""
         return all(
-            slot.holder.get(slot.key) is slot.real and slot.fake.requires_grad == slot.real.requires_grad
+            slot.fake.requires_grad == slot.real.requires_grad and slot.holder.get(slot.key) is slot.real
             for slot in self._slots
         )
 

@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from pfeife_accelerate.capture.loss_states import Refused, State, Window
-from pfeife_accelerate.compat import OpOverload
-from pfeife_accelerate.compat_torch import schema_of
+from pfeife_accelerate.compat import OpOverload, schema_of
 
 
 @dataclass(frozen=True, kw_only=True)

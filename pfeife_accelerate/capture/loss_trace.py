@@ -14,8 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.loss_states import Refused
-from pfeife_accelerate.compat import FakeTensorMode, OpOverload
-from pfeife_accelerate.compat_torch import TorchDispatchMode, schema_of
+from pfeife_accelerate.compat import FakeTensorMode, OpOverload, TorchDispatchMode, schema_of
 
 
 def trace(expression: Expression, fake_mode: FakeTensorMode) -> fx.GraphModule:
