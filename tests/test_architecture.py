@@ -64,7 +64,7 @@ def _place(path: Path, node: ast.AST | None = None) -> str:
 
 
 def _part(path: Path) -> str:
-    """The row of the table that a file belongs to; `compat_torch.py` is `compat`, split for length."""
+    """The row of the table that a file belongs to."""
     name = path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
     return "compat" if name.startswith("compat_") else name
 

@@ -59,6 +59,8 @@ class Call:
         """Gradients computed before this rank's script asked for them by `backward`."""
         self._leaves: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
         """Leaves that the script can still reach."""
+        self.alone = False
+        """Whether only this rank's script has made the call."""
         self.asked = False
         """Whether this rank's script has called `backward`."""
         self.staged: StagedGraph

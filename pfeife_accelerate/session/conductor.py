@@ -15,7 +15,7 @@ therefore depends on who reads a value first, and a script that reads early on s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -122,6 +122,27 @@ class Conductor:
             self._missing(int(body["made"])).discard(int(body["rank"]))
         else:
             self._demanded.setdefault(int(body["demand"]), set()).update(body["wanted"])
+
+    def send_off(self, missing: Collection[int]) -> None:
+        """While waiting in a barrier: a rank that is not there yet but waits in a call that this rank's script has passed
+        by (a validation on the main process) is told to run the call alone."""
+        if not self.leads:
+            return
+        for number in [n for n in self._not_made if n > self._next_number]:
+            alone = [r for r in self._followers if r in missing and r not in self._not_made[number]]
+            if not alone:
+                continue
+            while self.control.poll(f"batch {number}") is not None:
+                pass  # what was to be compared with this rank's batch
+            del self._not_made[number]
+            self._demanded.pop(number, None)
+            self.control.post(alone, _SCHEDULE, Announcement(run=Run.ALONE, call=number).to_json())
+
+    def give_back(self, call: Call) -> None:
+        """This rank alone made the call: the others' next call takes its number."""
+        self._next_number -= 1
+        self.calls.pop(call.number, None)
+        self.open_calls.close(call)
 
     def announce(self, announcement: Announcement) -> None:
         """Tell the followers what runs next."""

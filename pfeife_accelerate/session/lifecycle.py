@@ -75,12 +75,13 @@ class Session:
     def _meet(self, what: str, ranks: Sequence[int]) -> None:
         self._meetings[what] += 1
         topic = f"{what} {self._meetings[what]}"
-        self.control.post([r for r in ranks if r != self.mesh.world_rank], topic, {})
-        missing = len(ranks) - 1
+        missing = {r for r in ranks if r != self.mesh.world_rank}
+        self.control.post(missing, topic, {"rank": self.mesh.world_rank})
         while missing:
-            if self.control.poll(topic) is not None:
-                missing -= 1
+            if (body := self.control.poll(topic)) is not None:
+                missing.discard(int(str(body["rank"])))
             elif not self.service():
+                self.conductor.send_off(missing)
                 time.sleep(_BARRIER_POLL_S)
 
     def service(self) -> bool:

@@ -75,6 +75,8 @@ class PipelinedModel:
             warn_of_batch_statistics(call)
             return captured.outputs_with(self._deferred_outputs(call), half_to_float=self.autocast)
         self._evaluate(call)
+        if call.alone:
+            return self._run_alone(args, kwargs)
         values = self._tail_values(call)
         return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
 
@@ -82,8 +84,8 @@ class PipelinedModel:
         call = Call(
             self.conductor.next_number(), self, captured.graph, captured.arguments, captured.bindings, self.autocast
         )
-        self.conductor.register(call, training=training)
         self.session.batch_check.show(call)
+        self.conductor.register(call, training=training)
         return call
 
     def _plan(self, call: Call) -> None:
@@ -136,6 +138,14 @@ class PipelinedModel:
         values = call.values
         return {n: tail[n] if n in call.graph.tail else values[n.name] for n in call.graph.results()}
 
+    def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An evaluation that only this rank's script asks for: the whole model, fetched from the others."""
+        from pfeife_accelerate.session.whole import whole_module  # that module is about models, this is one
+
+        precision = torch.autocast(*self.autocast) if self.autocast else nullcontext()
+        with whole_module(self) as module, precision:
+            return module(*args, **kwargs)
+
     # -------------------------------------------------------------------------------------------- reading
 
     def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
@@ -154,6 +164,8 @@ class PipelinedModel:
         else:
             self.conductor.demand(call)
             self.conductor.follow(call, Progress.FORWARDED, self.session.run)
+            if call.alone:
+                raise _lonely_training_call()
 
     def _fetch(self, call: Call, name: str) -> torch.Tensor:
         assert self.plan is not None
@@ -253,6 +265,10 @@ class PipelinedModel:
 
     def run_announced(self, call: Call, announcement: Announcement) -> None:
         """Take part in a schedule that another rank started."""
+        if announcement.run is Run.ALONE:
+            call.alone, call.progress = True, Progress.DONE
+            self.conductor.give_back(call)
+            return
         self._run(call, announcement)
 
     @contextmanager
@@ -338,6 +354,15 @@ class PipelinedModel:
                 pending[name] = transport.post_receive(info.shape, info.dtype, self.device, owner, _RESULT_TAG + 2 + i)
         call.values.update({name: receive.wait() for name, receive in pending.items()})
         transport.flush()
+
+
+def _lonely_training_call() -> PfeifeError:
+    return PfeifeError(
+        id="PF431",
+        what="the model was called on one process of the pipeline only, with gradients enabled",
+        why="the other processes of the pipeline have gone on to a barrier without making this call",
+        hints=("call it under torch.no_grad() if it is an evaluation", "call it on all processes"),
+    )
 
 
 def _second_backward() -> PfeifeError:

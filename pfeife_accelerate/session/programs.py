@@ -8,6 +8,7 @@ from enum import Enum
 
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.split import StagedGraph, split
+from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Schedule, ScheduleSpec
 from pfeife_accelerate.runtime.step import MessageValues, RankProgram
 from pfeife_accelerate.schedule import Message, backward_only, build_for, forward_only, lower
@@ -20,6 +21,7 @@ class Run(str, Enum):
     FORWARD = "forward"  #: first half of the exact order
     BACKWARD = "backward"  #: its second half
     EVALUATE = "evaluate"  #: forwards alone, nothing kept for a backward
+    ALONE = "alone"  #: nothing: only this rank's script has made the call
 
 
 class ProgramCache:
@@ -66,6 +68,10 @@ class ProgramCache:
                 schedule = forward_only(schedule)
             case Run.BACKWARD:
                 schedule = backward_only(schedule)
+            case Run.ALONE:
+                raise InternalError(id="PF432", what="a call of one rank alone has no schedule")
+            case _:
+                assert_never(run)
         lowered = lower(_on_ranks(schedule, self.stage_ranks), messages)
         own = {name: tuple(s for s in stages if self.stage_ranks[s] == self.rank) for name, stages in readers.items()}
         return RankProgram(
