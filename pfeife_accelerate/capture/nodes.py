@@ -77,8 +77,11 @@ def mutates(node: fx.Node) -> fx.Node | None:
 def _positional_inplace(node: fx.Node) -> bool:
     """Activations of `torch.nn.functional` take `inplace` as their last positional argument."""
     module = getattr(node.target, "__module__", "") or ""
-    return module == "torch.nn.functional" and bool(node.args) and node.args[-1] is True and "dropout" not in str(
-        node.target
+    return (
+        module == "torch.nn.functional"
+        and bool(node.args)
+        and node.args[-1] is True
+        and "dropout" not in str(node.target)
     )
 
 

@@ -5,11 +5,11 @@ The same script runs on every rank, so the n-th call on one rank is the n-th on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import sympy
 import torch
@@ -59,6 +59,9 @@ class Call:
         """Gradients computed before this rank's script asked for them by `backward`."""
         self._leaves: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
         """Leaves that the script can still reach."""
+        self._losses: list[ref[Record]] = []
+        self._behind_losses: frozenset[str] = frozenset()
+        self._spared: frozenset[str] = frozenset()
         self.alone = False
         """Whether only this rank's script has made the call."""
         self.asked = False
@@ -100,9 +103,20 @@ class Call:
             rows = int(expression_of(example.shape[dim]).xreplace(ones))
         return Leaf(self.resolver, self, name, dim, rows)
 
-    def reaches(self, name: str) -> bool:
-        """Whether the script's deferred tensors still refer to a value."""
-        return name in self._leaves
+    def wants_kept(self, name: str) -> bool:
+        """Whether the script may still read a value: deferred tensors refer to it, and not only by known scalars."""
+        return name in self._leaves and name not in self._spared
+
+    def note_losses(self, losses: Iterable[Any], read: Iterable[str]) -> None:
+        """The model's own losses, as given to the script, and the values behind them, which the script never sees."""
+        self._losses = [ref(loss.record) for loss in losses if isinstance(loss, DeferredTensor)]
+        self._behind_losses = frozenset(read)
+
+    def spare(self, known: Iterable[Record]) -> None:
+        """These scalars will be known after the step: what the script can reach through them alone need not be kept."""
+        records = {id(record) for record in known}
+        alive = [record for reference in self._losses if (record := reference()) is not None]
+        self._spared = self._behind_losses if all(id(record) in records for record in alive) else frozenset()
 
     def reachable(self) -> tuple[str, ...]:
         """Values that the script's deferred tensors still refer to."""

@@ -75,6 +75,8 @@ class Conductor:
         """The last finished call, held because a slower rank may still read its values; it cannot be a call behind."""
         others = [first_rank + r for r in range(num_ranks) if r != rank]
         self.open_calls = OpenCalls(control, others)
+        self._wanted_now: dict[int, set[str]] = {}
+        control.serve("demand", self._note_demand)
         control.serve("value", self._give_value)
 
     def register(self, call: Call, *, training: bool) -> None:
@@ -93,6 +95,10 @@ class Conductor:
     def demanded(self, call: Call) -> frozenset[str]:
         """On the leading rank: values of this call that others asked for before its backward."""
         return frozenset(self._demanded.get(call.number, ()))
+
+    def is_wanted(self, call: Call, name: str) -> bool:
+        """On the leading rank: whether another rank has asked for a value up to this moment."""
+        return name in self._wanted_now.get(call.number, ())
 
     # -------------------------------------------------------------------------------------------- the leading rank
 
@@ -124,8 +130,9 @@ class Conductor:
             self._demanded.setdefault(int(body["demand"]), set()).update(body["wanted"])
 
     def send_off(self, missing: Collection[int]) -> None:
-        """While waiting in a barrier: a rank that is not there yet but waits in a call that this rank's script has passed
-        by (a validation on the main process) is told to run the call alone."""
+        """While waiting in a barrier, send off ranks that are not there yet but wait in a call that this rank's script
+        has passed by (a validation on the main process): they run it alone.
+        """
         if not self.leads:
             return
         for number in [n for n in self._not_made if n > self._next_number]:
@@ -168,7 +175,12 @@ class Conductor:
             run(target, announcement)
 
     def demand(self, call: Call) -> None:
-        """Tell the leading rank that this call's values are wanted before its backward."""
+        """Tell the leading rank that this call's values are wanted before its backward; returns when it knows.
+
+        If it has started the step already, it cannot have come to the loss, which needs this rank's part: what is
+        wanted will be kept.
+        """
+        self.control.fetch(self._leader, "demand", f"{call.number}/{','.join(call.reachable())}")
         self.control.post([self._leader], _TO_LEADER, {"demand": call.number, "wanted": list(call.reachable())})
 
     def _receive(self, topic: str, sender: int) -> dict[str, Any]:
@@ -206,11 +218,17 @@ class Conductor:
     def finished(self, call: Call) -> None:
         """Note that a call needs no more schedules."""
         self._demanded.pop(call.number, None)
+        self._wanted_now.pop(call.number, None)
         self._not_made.pop(call.number, None)
         self.open_calls.close(call)
         self.recent.append(call)
 
     # -------------------------------------------------------------------------------------------- server thread
+
+    def _note_demand(self, key: str) -> torch.Tensor:
+        number, _, names = key.partition("/")
+        self._wanted_now.setdefault(int(number), set()).update(names.split(","))
+        return torch.empty(0)
 
     def _give_value(self, key: str) -> torch.Tensor | None:
         number, _, name = key.partition("/")

@@ -207,6 +207,8 @@ def start(plugin: PfeifePlugin, device: torch.device | None = None) -> Session:
         "pipeline %d of %d, rank %d of %d", mesh.pipeline_index, mesh.num_pipelines, mesh.rank, mesh.pipeline_size
     )
     return session
+
+
 def current() -> Session | None:
     """The running session of this process, or None."""
     session = _HOLDER.session

@@ -116,7 +116,15 @@ class PipelinedModel:
         """Output by number. The model's own loss operations are recorded as if the script had written them."""
         graph = call.graph
         outputs = set(graph.results()) & graph.tail
-        tail = replay_tail(graph, call.arguments, call.bindings, call.deferred) if outputs else {}
+        behind: set[str] = set()
+
+        def leaf(name: str) -> DeferredTensor:
+            behind.add(name)
+            return call.deferred(name)
+
+        tail = replay_tail(graph, call.arguments, call.bindings, leaf) if outputs else {}
+        behind -= {node.name for node in graph.results() if node not in graph.tail}
+        call.note_losses([tail[node] for node in outputs], behind)
 
         def output(index: int) -> Any:
             node = graph.outputs[index]
@@ -225,6 +233,7 @@ class PipelinedModel:
             choice = self.loss_chooser.choose(expression, only.batch_size, number)
             if choice.separable:
                 loss = MicrobatchLoss(expression, choice.split, gradient)
+                only.spare(record for _, record in expression.scalars)
                 self._start(only, Run.PLANNED, loss_values, loss=loss)
                 return
         self._exact_order(expression, calls, gradient)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 def step_inputs(model: PipelinedModel, call: Call, num_microbatches: int, *, training: bool) -> StepInputs:
     """Everything the executor needs for this call; the loss and gradients are added for each schedule."""
-    demanded = model.conductor.demanded(call)
+    demanded, conductor = model.conductor.demanded(call), model.conductor
     return StepInputs(
         microbatches=tuple(_microbatch(call, rows) for rows in divide(call.batch_size, num_microbatches)),
         states=model.states,
         training=training,
         autocast=call.autocast,
         seed=hash((model.session.seed, call.number)),
-        keep=lambda name: not training or call.reaches(name) or name in demanded,
+        keep=lambda name: not training or call.wants_kept(name) or name in demanded or conductor.is_wanted(call, name),
     )
 
 

@@ -110,9 +110,7 @@ def _parameters() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "size"), _parameters())
-def test_the_pipeline_computes_what_one_process_computes(
-    launches: dict[bool, Launches], name: str, size: int
-) -> None:
+def test_the_pipeline_computes_what_one_process_computes(launches: dict[bool, Launches], name: str, size: int) -> None:
     launch = launches[CASES[name].slow]
     problems = differences(launch.plain(name), launch.records(name, size), TOLERANCES[CASES[name].dtype])
     assert not problems, "\n".join(problems)
