@@ -122,7 +122,9 @@ def mark_batch_dynamic(tensor: torch.Tensor) -> None:
 def dynamo_limits(recompilations: int) -> Any:
     """Context in which Dynamo may capture a function that often: a new length or mode is one more capture each."""
     return torch._dynamo.config.patch(
-        recompile_limit=recompilations, accumulated_recompile_limit=max(recompilations, 256), suppress_errors=False
+        recompile_limit=recompilations,
+        accumulated_recompile_limit=max(recompilations, 256),
+        suppress_errors=False,
     )
 
 

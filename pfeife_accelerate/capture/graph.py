@@ -85,6 +85,7 @@ class CapturedGraph:
         )
         self.position = {node: i for i, node in enumerate(self.ops)}
         self.has_batch_statistics = any(is_training_batch_norm(node) for node in self.ops)
+        self.updated_buffers = tuple(sorted({name for node in self.ops for name in self._states_changed_by(node)}))
         self._cut_allowed: tuple[bool, ...] | None = None
 
     @classmethod
@@ -130,6 +131,14 @@ class CapturedGraph:
         """Names of the parameters and buffers that the operation reads directly."""
         found = (self.placeholder_of.get(n) for n in inputs_of(node))
         return tuple(p.state_name for p in found if p is not None and p.state_name is not None)
+
+    def _states_changed_by(self, node: fx.Node) -> tuple[str, ...]:
+        """Names of the buffers that the operation changes in place (BatchNorm's own statistics aside)."""
+        target = mutates(node)
+        placeholder = self.placeholder_of.get(target) if target is not None else None
+        if placeholder is None or placeholder.state_name is None:
+            return ()
+        return () if placeholder.state_name.endswith("num_batches_tracked") else (placeholder.state_name,)
 
     # ------------------------------------------------------------------ where the rows of the batch are mixed
 

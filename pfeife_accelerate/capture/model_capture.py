@@ -193,6 +193,15 @@ def _map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int) -> A
 
 def _not_one_graph(module: nn.Module, number: int) -> PfeifeError:
     reasons = graph_break_reasons()
+    recurrent = sorted({type(m).__name__ for m in module.modules() if isinstance(m, nn.RNNBase)})
+    if recurrent:
+        return PfeifeError(
+            id="PF510",
+            what=f"{type(module).__name__} holds recurrent layers ({', '.join(recurrent)}), which are not captured",
+            where="; ".join(reasons[:3]) or None,
+            why="they keep a list of their weights beside their parameters, so these cannot be placed on one rank",
+            hints=("train the recurrent part without a pipeline",),
+        )
     return PfeifeError(
         id="PF510",
         what=f"{type(module).__name__} cannot be captured as one graph ({number} pieces)",

@@ -23,13 +23,14 @@ from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.runtime.step import StepState
+from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.call import Call, Progress, promised
 from pfeife_accelerate.session.conductor import Announcement
 from pfeife_accelerate.session.gradients import GradientBook
 from pfeife_accelerate.session.loss_choice import LossChooser
 from pfeife_accelerate.session.losses import MicrobatchLoss, whole_batch_loss
 from pfeife_accelerate.session.placement import Placement
-from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches, warn_of_batch_statistics
+from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
 
@@ -71,8 +72,9 @@ class PipelinedModel:
         call = self._new_call(captured, training=training)
         if self.plan is None:
             self._plan(call)
+        if self.session.mesh.world_rank == 0:
+            caveats.tell(call, training=training)
         if training:
-            warn_of_batch_statistics(call)
             return captured.outputs_with(self._deferred_outputs(call), half_to_float=self.autocast)
         self._evaluate(call)
         if call.alone:

@@ -18,7 +18,7 @@ from pfeife_accelerate.cost.hardware import device_spec, link_spec
 from pfeife_accelerate.cost.op_profile import measure
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostTable, Machine, OpGraph, PipelinePlan, from_json, to_json
-from pfeife_accelerate.log import get_logger, warn_once
+from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.describe import describe
 from pfeife_accelerate.planner.search import SearchOptions, make_plan
 from pfeife_accelerate.runtime.mesh import PipelineMesh
@@ -30,28 +30,12 @@ _LOG = get_logger(__name__)
 
 def num_microbatches(plugin: PfeifePlugin, call: Call, num_ranks: int) -> int:
     """How many micro-batches this call's batch is divided into."""
-    if call.graph.refusal is not None and call.batch_size > 1:
-        warn_once(
-            _LOG,
-            f"whole batch {call.graph.refusal}",
-            f"the batch is not divided into micro-batches: {call.graph.refusal}. Stages run one after the other.",
-        )
     if call.graph.refusal is not None:
         return 1
     wanted = plugin.num_microbatches or 2 * num_ranks
-    return max(1, min(wanted, call.batch_size))
-
-
-def warn_of_batch_statistics(call: Call) -> None:
-    """The one named exception to exact gradients, said once: BatchNorm in training mode sees micro-batches."""
-    if call.graph.has_batch_statistics:
-        warn_once(
-            _LOG,
-            "batch norm",
-            "BatchNorm in training mode normalises each micro-batch by its own statistics, as under gradient "
-            "accumulation; gradients differ from the whole batch's. To be exact, put these layers into eval() or use "
-            "GroupNorm.",
-        )
+    # BatchNorm in training mode has no statistics of a single row.
+    most = call.batch_size // 2 if call.graph.has_batch_statistics else call.batch_size
+    return max(1, min(wanted, most))
 
 
 def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
