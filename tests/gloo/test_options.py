@@ -1,0 +1,84 @@
+"""Options that change the plan: as a keyword in the script, a kept plan, and cuts chosen by the user."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Result, run_ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from accelerate import Accelerator
+from pfeife_accelerate import PfeifePlugin
+
+width, plugin = int(sys.argv[1]), eval(sys.argv[2])
+accelerator = Accelerator(pfeife_plugin=plugin)
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+model = accelerator.prepare(Net())
+accelerator.backward(model(torch.randn(8, width)).square().mean())
+held = [name for name, p in model.named_parameters() if p.device.type != "meta"]
+print("held", held, flush=True)
+from pfeife_accelerate import session
+spec = session.current().models[0].plan.spec
+accelerator.print("spec", spec.family.value, spec.num_microbatches, spec.num_loops, flush=True)
+"""
+
+
+def _run(width: int, plugin: str) -> Result:
+    return run_ranks(SCRIPT, num_processes=2, args=(str(width), plugin), timeout=90)
+
+
+def test_the_keyword_of_accelerator_sets_the_plan():
+    result = _run(8, "PfeifePlugin(num_microbatches=3, schedule='looped', num_loops=2)").check()
+    assert "spec looped 3 2" in result.stdout
+
+
+def test_a_plan_is_kept_in_the_plan_file_used_again_and_refused_for_another_model(tmp_path: Path):
+    plan_file = tmp_path / "plan.json"
+    plugin = f"PfeifePlugin(plan_file={str(plan_file)!r}, schedule='1f1b', num_microbatches=4)"
+    _run(8, plugin).check()
+    text = plan_file.read_text()
+    assert json.loads(text)["version"] == 1
+    moved = json.loads(text)
+    moved["spec"]["num_microbatches"] = 2
+    plan_file.write_text(json.dumps(moved))
+    assert "spec 1f1b 2 1" in _run(8, plugin).check().stdout, "the file is read, not made anew"
+    other = _run(16, plugin)
+    assert other.returncode not in (0, None)
+    assert "PF223" in other.stderr
+    assert "was made for another model, batch size or version" in other.stderr
+
+
+def test_split_points_decide_where_the_second_stage_starts():
+    result = _run(8, "PfeifePlugin(split_points=['blocks.2'], schedule='1f1b')").check()
+    held = sorted(line for line in result.stdout.splitlines() if line.startswith("held"))
+    assert held == [
+        f"held {[f'blocks.{i}.{kind}' for i in numbers for kind in ('weight', 'bias')]}"
+        for numbers in (range(2), range(2, 6))
+    ]
+
+
+def test_an_unknown_split_point_is_refused_with_the_nearest_name():
+    result = _run(8, "PfeifePlugin(split_points=['block.2'], schedule='1f1b')")
+    assert result.returncode not in (0, None)
+    assert "did you mean" in result.stderr
