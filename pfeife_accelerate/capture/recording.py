@@ -108,6 +108,8 @@ def record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         calls = tuple({id(call): call for t in operands for call in t.record.calls}.values())
     args = known.masks_as_indices(func, args, lambda x: isinstance(x, torch.Tensor) and not isinstance(x, Deferred))
     tensors = _tensors_in((args, kwargs))
+    if any(not isinstance(t, Deferred) and t.device.type == "meta" for t in tensors):
+        raise _elsewhere(func)
     outcome, real, draw = _outcome(func, args, kwargs, tensors)
     if not outcome.has_tensors:
         return pytree.tree_unflatten([result.value for result in outcome.results], outcome.structure)
@@ -115,6 +117,16 @@ def record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     values = pytree.tree_leaves(real) if real is not None else [None] * len(outcome.results)
     made = [_made(operation, i, result, values[i], tensors) for i, result in enumerate(outcome.results)]
     return pytree.tree_unflatten(made, outcome.structure)
+
+
+def _elsewhere(func: Any) -> PfeifeError:
+    return PfeifeError(
+        id="PF524",
+        what=f"`{known.name_of(func)}` combines the output of a pipelined model with a parameter of another rank",
+        where=script_line(),
+        why="each rank holds the parameters of its own stages; the others' are on the meta device, without data",
+        hints=("for a penalty on the weights, use the optimizer's weight_decay", "compute the term inside the model"),
+    )
 
 
 def _outcome(

@@ -75,5 +75,6 @@ def _different(rank: int, leader: int, call: Call, own: list[str], other: list[s
             "prepare the dataloader: accelerator.prepare(dataloader)",
             "call accelerate.utils.set_seed(...) before data is shuffled or noise is drawn",
             "do not seed by process or rank number",
+            "do not draw random numbers in a loop over parameters or gradients: a rank has only its own stages'",
         ),
     )

@@ -31,8 +31,8 @@ class MicrobatchLoss:
             rows = Rows(start=microbatch.start, count=microbatch.count, total=microbatch.total)
             parts = self._loss.run(leaves, self._whole, rows)
         self._parts.append(tuple(part.detach() for part in parts))
-        root = parts[0].sum()
-        return root if self._gradient is None else root * self._gradient.to(root.device).sum()
+        root = parts[0]
+        return root.sum() if self._gradient is None else (root * self._gradient.to(root.device)).sum()
 
     def totals(self) -> list[torch.Tensor]:
         """Whole-batch values of the expression's scalars."""

@@ -224,7 +224,7 @@ class PipelinedModel:
         if scalars is None or len(scalars) != len(expression.scalars):
             raise InternalError(id="PF505", what="ranks of the pipeline recorded different losses in one step")
         for value, (_, record) in zip(scalars, expression.scalars, strict=True):
-            if record.value is None:
+            if record.value is None and record.fake.numel() == 1:
                 record.promise = promised(value, record)
 
     def _lead_backward(self, expression: Expression, calls: list[Call], gradient: torch.Tensor | None) -> None:
@@ -338,7 +338,9 @@ class PipelinedModel:
         leader = self.session.mesh.pipeline_size - 1
         if self.conductor.leads:
             assert scalars is not None
-            numbers = torch.stack([s.detach().reshape(()).to(torch.float64) for s in scalars]).to(self.device)
+            # A loss with several elements, differentiated with a gradient given to backward, is not one of the numbers.
+            single = [s.detach().reshape(-1)[0] if s.numel() == 1 else torch.tensor(torch.nan) for s in scalars]
+            numbers = torch.stack([s.to("cpu", torch.float64) for s in single]).to(self.device)
             count = torch.tensor([len(scalars)], dtype=torch.int64, device=self.device)
             for peer in range(leader):
                 transport.send(count, peer, _RESULT_TAG)
