@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
 
 import sympy
 import torch
 
-from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Record, Resolver
+from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Record
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.split import StagedGraph, value_info
 from pfeife_accelerate.compat import expression_of
 from pfeife_accelerate.ir.program import ValueInfo
 from pfeife_accelerate.runtime.step import StepInputs, StepState
+
+if TYPE_CHECKING:
+    from pfeife_accelerate.session.model import PipelinedModel
 
 
 class Progress(IntEnum):
@@ -36,7 +39,7 @@ class Call:
     def __init__(
         self,
         number: int,
-        resolver: Resolver,
+        resolver: PipelinedModel,
         graph: CapturedGraph,
         arguments: tuple[Any, ...],
         bindings: Mapping[Any, int],

@@ -98,7 +98,7 @@ class Session:
 
     def serve_demand(self, call: Call) -> None:
         """On the conductor: run the forward half of a call that another rank reads."""
-        call.resolver.bring_forward(call)  # type: ignore[attr-defined]
+        call.resolver.bring_forward(call)
 
     def settle(self) -> None:
         """Before parameters change: calls whose backward has not come, but which may be read, run their forward."""
@@ -130,7 +130,7 @@ class Session:
 
     def run(self, call: Call, announcement: Announcement) -> None:
         """Take part in an announced schedule."""
-        call.resolver.run_announced(call, announcement)  # type: ignore[attr-defined]
+        call.resolver.run_announced(call, announcement)
 
     def add(self, model: PipelinedModel) -> None:
         """Make a model's parameters available to other ranks."""

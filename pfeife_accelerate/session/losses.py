@@ -14,19 +14,26 @@ from pfeife_accelerate.runtime.microbatch import Microbatch
 class MicrobatchLoss:
     """A split loss at work: the `LossStage` of a planned step, and the whole batch's values once it is over."""
 
-    def __init__(self, expression: Expression, loss: SplitLoss | None, gradient: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        expression: Expression,
+        constants: Sequence[torch.Tensor],
+        loss: SplitLoss | None,
+        gradient: torch.Tensor | None,
+    ) -> None:
         self._expression = expression
+        self._constants = constants
         self._loss = loss
         self._gradient = gradient
         self._names = [leaf.value for leaf in expression.leaf_info]
-        self._whole = loss.prepare(expression.constants) if loss is not None else None
+        self._whole = loss.prepare(constants) if loss is not None else None
         self._parts: list[tuple[torch.Tensor, ...]] = []
 
     def forward(self, microbatch: Microbatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The micro-batch's share of the loss, times the gradient given to `backward`."""
         leaves = [values[name] for name in self._names]
         if self._loss is None or self._whole is None:  # one micro-batch: the whole batch, as the script wrote it
-            parts = tuple(self._expression.replay(leaves, self._expression.constants))
+            parts = tuple(self._expression.replay(leaves, self._constants))
         else:
             rows = Rows(start=microbatch.start, count=microbatch.count, total=microbatch.total)
             parts = self._loss.run(leaves, self._whole, rows)
@@ -42,7 +49,10 @@ class MicrobatchLoss:
 
 
 def whole_batch_loss(
-    expression: Expression, leaves: Sequence[torch.Tensor], gradient: torch.Tensor | None
+    expression: Expression,
+    constants: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    gradient: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The exact order's middle: the loss over the whole batch as the script wrote it.
 
@@ -53,7 +63,7 @@ def whole_batch_loss(
         for leaf, record in zip(leaves, expression.leaves, strict=True)
     ]
     with torch.enable_grad():
-        scalars = expression.replay(inputs, expression.constants)
+        scalars = expression.replay(inputs, constants)
     root = scalars[0].sum() if gradient is None else (scalars[0] * gradient.to(scalars[0].device)).sum()
     root.backward()
     return [scalar.detach() for scalar in scalars], [leaf.grad for leaf in inputs]

@@ -26,9 +26,11 @@ from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.call import Call, Progress, promised
 from pfeife_accelerate.session.conductor import Announcement
+from pfeife_accelerate.session.exchange import exchange_scalars, share_values
 from pfeife_accelerate.session.gradients import GradientBook
 from pfeife_accelerate.session.loss_choice import LossChooser
 from pfeife_accelerate.session.losses import MicrobatchLoss, whole_batch_loss
+from pfeife_accelerate.session.outside import OutsideTensors
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
 
 _LOG = get_logger(__name__)
-_RESULT_TAG = 1 << 27
 
 
 class PipelinedModel:
@@ -138,7 +139,7 @@ class PipelinedModel:
 
     def _evaluate(self, call: Call) -> None:
         if self.conductor.leads:
-            self._start(call, Run.EVALUATE)
+            self.start(call, Run.EVALUATE)
         else:
             self.conductor.follow(call, Progress.DONE, self.session.run)
 
@@ -160,7 +161,7 @@ class PipelinedModel:
 
     def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
         """A leaf's whole-batch value on this rank; starts the forward half if nothing has run yet."""
-        call: Call = leaf.call  # type: ignore[assignment]
+        call = _call_of(leaf)
         if call.progress is Progress.PENDING:
             self.bring_forward(call)
         if leaf.value not in call.values:
@@ -170,7 +171,7 @@ class PipelinedModel:
     def bring_forward(self, call: Call) -> None:
         """Run the call's forward half now, or, on a following rank, whatever the conductor has decided on."""
         if self.conductor.leads:
-            self._start(call, Run.FORWARD)
+            self.start(call, Run.FORWARD)
         else:
             self.conductor.demand(call)
             self.conductor.follow(call, Progress.FORWARDED, self.session.run)
@@ -201,21 +202,21 @@ class PipelinedModel:
     def backward(self, loss: DeferredTensor, gradient: torch.Tensor | None, retain_graph: bool) -> None:
         """What `loss.backward()` does; afterwards every own parameter has its gradient."""
         expression = extract(loss)
-        calls = list({id(leaf.call): leaf.call for leaf in expression.leaf_info}.values())
+        outside = OutsideTensors(expression)
+        calls = list({id(leaf.call): _call_of(leaf) for leaf in expression.leaf_info}.values())
+        if not all(call.differentiable for call in calls):
+            raise _second_backward()
         for call in calls:
-            if not call.differentiable:
-                raise _second_backward()
-        for call in calls:
-            call.asked = True  # type: ignore[attr-defined]
-            self.conductor.open_calls.asked(call)  # type: ignore[arg-type]
+            call.asked = True
+            self.conductor.open_calls.asked(call)
         if self.conductor.leads:
-            self._lead_backward(expression, calls, gradient)  # type: ignore[arg-type]
+            self._lead_backward(expression, outside, calls, gradient)
         for call in calls:
-            model: PipelinedModel = call.resolver  # type: ignore[attr-defined]
-            self.conductor.follow(call, Progress.DONE, self.session.run)  # type: ignore[arg-type]
-            model.gradients.release(call)  # type: ignore[arg-type]
-        self._promise(expression, calls[-1])  # type: ignore[arg-type]
-        for model in {id(c.resolver): c.resolver for c in calls}.values():  # type: ignore[attr-defined]
+            self.conductor.follow(call, Progress.DONE, self.session.run)
+            call.resolver.gradients.release(call)
+        outside.go_back(self.session)
+        self._promise(expression, calls[-1])
+        for model in {id(call.resolver): call.resolver for call in calls}.values():
             if model.synchronises and self.session.synchronises():
                 model.gradients.synchronise(self.session)
 
@@ -227,37 +228,41 @@ class PipelinedModel:
             if record.value is None and record.fake.numel() == 1:
                 record.promise = promised(value, record)
 
-    def _lead_backward(self, expression: Expression, calls: list[Call], gradient: torch.Tensor | None) -> None:
+    def _lead_backward(
+        self, expression: Expression, outside: OutsideTensors, calls: list[Call], gradient: torch.Tensor | None
+    ) -> None:
         loss_values = tuple(dict.fromkeys(leaf.value for leaf in expression.leaf_info))
         only = calls[0]
         if len(calls) == 1 and only.progress is Progress.PENDING and not self.conductor.demanded(only):
             number = num_microbatches(self.session.plugin, only, self.session.mesh.pipeline_size)
             choice = self.loss_chooser.choose(expression, only.batch_size, number)
             if choice.separable:
-                loss = MicrobatchLoss(expression, choice.split, gradient)
+                loss = MicrobatchLoss(expression, outside.constants, choice.split, gradient)
                 only.spare(record for _, record in expression.scalars)
-                self._start(only, Run.PLANNED, loss_values, loss=loss)
+                self.start(only, Run.PLANNED, loss_values, loss=loss)
                 return
-        self._exact_order(expression, calls, gradient)
+        self._exact_order(expression, outside, calls, gradient)
 
-    def _exact_order(self, expression: Expression, calls: list[Call], gradient: torch.Tensor | None) -> None:
+    def _exact_order(
+        self, expression: Expression, outside: OutsideTensors, calls: list[Call], gradient: torch.Tensor | None
+    ) -> None:
         """All forwards, the whole batch's loss, all backwards."""
         for call in calls:
             if call.progress is Progress.PENDING:
-                call.resolver._start(call, Run.FORWARD)  # type: ignore[attr-defined]
-        leaves = [leaf.call.values[leaf.value] for leaf in expression.leaf_info]  # type: ignore[attr-defined]
-        scalars, gradients = whole_batch_loss(expression, leaves, gradient)
+                call.resolver.start(call, Run.FORWARD)
+        leaves = [_call_of(leaf).values[leaf.value] for leaf in expression.leaf_info]
+        scalars, gradients = whole_batch_loss(expression, outside.constants, leaves, gradient)
         for call in reversed(calls):
             own = {
                 leaf.value: g
                 for leaf, g in zip(expression.leaf_info, gradients, strict=True)
                 if leaf.call is call and g is not None
             }
-            call.resolver._start(call, Run.BACKWARD, call.loss_values, gradients=own, scalars=scalars)  # type: ignore[attr-defined]
+            call.resolver.start(call, Run.BACKWARD, call.loss_values, gradients=own, scalars=scalars)
 
     # -------------------------------------------------------------------------------------------- running
 
-    def _start(self, call: Call, run: Run, loss_values: tuple[str, ...] = (), **loss: Any) -> None:
+    def start(self, call: Call, run: Run, loss_values: tuple[str, ...] = (), **loss: Any) -> None:
         """On the conductor: decide on a schedule, as soon as every rank's script has made the call."""
         self.conductor.gather(call, self.session.serve_demand)
         if call.state is None:
@@ -317,9 +322,9 @@ class PipelinedModel:
             self.session.executor.run(program, inputs, call.state)
         self._keep(call)
         if goes_back:
-            self._exchange_scalars(call, loss.totals() if loss is not None else scalars)
+            exchange_scalars(self.session, call, loss.totals() if loss is not None else scalars)
         if run is Run.EVALUATE:
-            self._share_values(call, announcement.wanted)
+            share_values(self.session, call, announcement.wanted)
         call.progress = Progress.FORWARDED if run is Run.FORWARD else Progress.DONE
         if call.progress is Progress.DONE:
             call.release()
@@ -332,41 +337,10 @@ class PipelinedModel:
             call.values[name] = call.whole(name, parts)
         call.state.kept.clear()
 
-    def _exchange_scalars(self, call: Call, scalars: list[torch.Tensor] | None) -> None:
-        """The loss rank tells the others the loss and the other one-element values."""
-        transport = self.session.transport
-        leader = self.session.mesh.pipeline_size - 1
-        if self.conductor.leads:
-            assert scalars is not None
-            # A loss with several elements, differentiated with a gradient given to backward, is not one of the numbers.
-            single = [s.detach().reshape(-1)[0] if s.numel() == 1 else torch.tensor(torch.nan) for s in scalars]
-            numbers = torch.stack([s.to("cpu", torch.float64) for s in single]).to(self.device)
-            count = torch.tensor([len(scalars)], dtype=torch.int64, device=self.device)
-            for peer in range(leader):
-                transport.send(count, peer, _RESULT_TAG)
-                transport.send(numbers, peer, _RESULT_TAG + 1)
-        else:
-            count = transport.post_receive((1,), torch.int64, self.device, leader, _RESULT_TAG).wait()
-            numbers = transport.post_receive((int(count),), torch.float64, self.device, leader, _RESULT_TAG + 1).wait()
-        call.scalars = numbers.tolist()
-        transport.flush()
 
-    def _share_values(self, call: Call, names: tuple[str, ...]) -> None:
-        """After an evaluation every rank gets every result."""
-        assert self.plan is not None
-        transport, mesh = self.session.transport, self.session.mesh
-        pending = {}
-        for i, name in enumerate(names):
-            owner = self.plan.stage_ranks[call.staged.producer_of[name]]
-            if owner == mesh.rank:
-                for peer in range(mesh.pipeline_size):
-                    if peer != mesh.rank:
-                        transport.send(call.values[name], peer, _RESULT_TAG + 2 + i)
-            else:
-                info = call.info(name)
-                pending[name] = transport.post_receive(info.shape, info.dtype, self.device, owner, _RESULT_TAG + 2 + i)
-        call.values.update({name: receive.wait() for name, receive in pending.items()})
-        transport.flush()
+def _call_of(leaf: Leaf) -> Call:
+    assert isinstance(leaf.call, Call)
+    return leaf.call
 
 
 def _lonely_training_call() -> PfeifeError:

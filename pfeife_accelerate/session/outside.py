@@ -1,0 +1,48 @@
+"""Trainable tensors outside the pipelined model that take part in the loss: a criterion's weights, another output.
+
+The loss is computed on one rank, but every rank's script has these tensors. The loss rank differentiates stand-ins and
+sends the gradients to the others, and every rank continues the backward pass from there through its own copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pfeife_accelerate.capture.expression import Expression
+
+if TYPE_CHECKING:
+    from pfeife_accelerate.session.lifecycle import Session
+
+_TAG = (1 << 27) + (1 << 20)
+
+
+class OutsideTensors:
+    """The trainable constants of one loss expression; the same ones, in the same order, on every rank."""
+
+    def __init__(self, expression: Expression) -> None:
+        self._trainable = [c for c in expression.constants if c.requires_grad]
+        self._stand_ins = {id(c): c.detach().requires_grad_() for c in self._trainable}
+        self.constants = [self._stand_ins.get(id(c), c) for c in expression.constants]
+        """The expression's constants, to compute the loss from on the rank that does."""
+
+    def go_back(self, session: Session) -> None:
+        """Once the loss rank has differentiated the loss: finish the backward pass through the real tensors."""
+        if not self._trainable:
+            return
+        leader = session.mesh.pipeline_size - 1
+        gradients = [self._gradient(session, i, leader) for i in range(len(self._trainable))]
+        session.transport.flush()
+        torch.autograd.backward(self._trainable, gradients)
+
+    def _gradient(self, session: Session, index: int, leader: int) -> torch.Tensor:
+        tensor, transport = self._trainable[index], session.transport
+        if session.mesh.rank != leader:
+            shape = tuple(tensor.shape)
+            return transport.post_receive(shape, tensor.dtype, tensor.device, leader, _TAG + index).wait()
+        found = self._stand_ins[id(tensor)].grad
+        gradient = torch.zeros_like(tensor) if found is None else found
+        for peer in range(leader):
+            transport.send(gradient, peer, _TAG + index)
+        return gradient
