@@ -37,7 +37,7 @@ class Net(nn.Module):
 model = accelerator.prepare(Net())
 accelerator.backward(model(torch.randn(8, width)).square().mean())
 held = [name for name, p in model.named_parameters() if p.device.type != "meta"]
-print("held", held, flush=True)
+print(f"held {held}\\n", end="", flush=True)  # one write: ranks share a pipe
 from pfeife_accelerate import session
 spec = session.current().models[0].plan.spec
 accelerator.print("spec", spec.family.value, spec.num_microbatches, spec.num_loops, flush=True)
