@@ -37,8 +37,8 @@ class GradientBook:
         for name in aside:
             own[name].grad = None
         yield
-        trainable = {name: own[name].grad for name in shared if own[name].requires_grad}
-        for name, total in self.placement.sum_shared(session.transport, trainable).items():
+        tied = {name: own[name].grad for name in shared}
+        for name, total in self.placement.sum_shared(session.transport, tied).items():
             own[name].grad = total
         if not call.asked:
             call.held_gradients = {name: p.grad for name, p in own.items()}

@@ -21,7 +21,6 @@ from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture, 
 from pfeife_accelerate.capture.op_graph import follow, to_op_graph
 from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
-from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.call import Call, Progress, promised
@@ -38,8 +37,6 @@ from pfeife_accelerate.session.step_data import output_gradients, step_inputs
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
-
-_LOG = get_logger(__name__)
 
 
 class PipelinedModel:

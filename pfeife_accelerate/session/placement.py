@@ -6,7 +6,7 @@ Python object becomes a meta tensor, so that misuse raises. A parameter that no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -132,8 +132,3 @@ def _to_meta(parameter: nn.Parameter) -> None:
     parameter.grad = None
     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, empty)
-
-
-def stage_names(plan: PipelinePlan) -> Sequence[tuple[str, ...]]:
-    """Parameter names by stage."""
-    return [stage.params for stage in plan.stages]

@@ -46,7 +46,7 @@ def _microbatch(call: Call, rows: Microbatch) -> MicrobatchInputs:
 
 
 def output_gradients(call: Call, gradients: Mapping[str, torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
-    """Whole-batch gradients of values, cut into micro-batches; those of batch-less values go to the first."""
+    """Whole-batch gradients of values, cut into micro-batches; those of batch-less values are shared out."""
     cut: dict[tuple[str, int], torch.Tensor] = {}
     for name, gradient in gradients.items():
         dim = call.graph.batch_dim(call.graph.node_of[name].meta["example_value"])
