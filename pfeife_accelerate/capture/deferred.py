@@ -165,6 +165,8 @@ def _backward(
         raise RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn")
     if gradient is None and loss.record.fake.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    if gradient is not None and loss.record.fake.numel() != 1:  # a sum over the batch, as far as gradients go
+        return _backward(torch.mul(loss, gradient).sum(), None, retain_graph)  # type: ignore[func-returns-value]
     for leaf in leaves_of(loss):
         return leaf.resolver.backward(loss, resolved(gradient), bool(retain_graph))
     raise PfeifeError(id="PF503", what="the loss does not depend on any pipelined model", where=script_line())

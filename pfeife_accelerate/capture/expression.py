@@ -61,6 +61,15 @@ class Expression:
         return tuple(record.leaf for record in self.leaves if record.leaf is not None)
 
     @property
+    def kind(self) -> Hashable:
+        """What is computed, whatever the shapes and the numbers in it."""
+        leaves = tuple(
+            (leaf.batch_dim is None, record.fake.dim())
+            for leaf, record in zip(self.leaf_info, self.leaves, strict=True)
+        )
+        return leaves, tuple((name_of(s.operation.func), _operands(s.args), _operands(s.kwargs)) for s in self.steps)
+
+    @property
     def root(self) -> Operand:
         """The differentiated value."""
         return self.scalars[0][0]
@@ -94,6 +103,12 @@ class Expression:
                 before_step(name_of(step.operation.func), step.operation.where)
             results.append(step.operation.run(args, kwargs))
         return [operand(scalar) for scalar, _ in self.scalars]
+
+
+def _operands(structure: Any) -> tuple[Operand, ...]:
+    found: list[Operand] = []
+    mapped(structure, lambda item: found.append(item) if isinstance(item, Operand) else None)
+    return tuple(found)
 
 
 def extract(root: DeferredTensor) -> Expression:

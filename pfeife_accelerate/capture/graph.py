@@ -106,6 +106,11 @@ class CapturedGraph:
             placeholders.append(Placeholder(node=node, index=index, kind=kind, state_name=name))
         return cls(gm, tuple(placeholders), frozenset(batch_symbols))
 
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether a forward leaves buffers other than it found them."""
+        return self.has_batch_statistics or bool(self.updated_buffers)
+
     def concrete(self, value: Any, bindings: Mapping[Any, int]) -> Any:
         """A size, or a structure of sizes, with numbers put in for the symbols."""
         if isinstance(value, torch.Size | tuple | list):

@@ -27,6 +27,15 @@ _MAX_CAPTURES = 64
 _MAX_DEPTH = 6
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class InputLink:
+    """An argument that a gradient must flow into: what the script passed, and the leaf tensor that the stages read."""
+
+    index: int
+    source: torch.Tensor
+    leaf: torch.Tensor
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapturedCall:
     """One call: its graph, the graph's arguments, the values of its size symbols, and the returned structure."""
@@ -36,6 +45,7 @@ class CapturedCall:
     bindings: Mapping[Any, int]
     structure: Any
     fakes: Mapping[int, int]
+    links: tuple[InputLink, ...] = ()
 
     def outputs_with(self, value_of: Callable[[int], Any], *, half_to_float: object = None) -> Any:
         """The returned structure with `value_of(i)` in place of graph output i."""
@@ -78,11 +88,12 @@ class ModelCapture:
     ) -> CapturedCall:
         """Capture one call.
 
-        Raises: PfeifeError PF510 if the model cannot be captured as one graph, PF511 for inputs that need gradients.
+        Raises: PfeifeError PF510 if the model cannot be captured as one graph.
         """
         if not self._fakes.matches():
             self._prepare()
-        args, kwargs = pytree.tree_map(_plain_input, (args, kwargs))
+        inputs = _Inputs()
+        args, kwargs = pytree.tree_map(inputs.plain, (args, kwargs))
         rows = _batch_size([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
         recorder = self._recorder
         recorder.calls.clear()
@@ -106,6 +117,7 @@ class ModelCapture:
             bindings=bind_symbols(made.graph, made.args),
             structure=structure,
             fakes={id(fake): i for i, fake in enumerate(made.outputs)},
+            links=inputs.links(made.args),
         )
 
 
@@ -143,23 +155,27 @@ def replay_tail(
     return values
 
 
-def _plain_input(item: Any) -> Any:
-    if isinstance(item, DeferredTensor):
-        if torch.is_grad_enabled() and item.requires_grad:
-            raise _needs_gradient("the output of another pipelined model")
-        return resolve(item)
-    if isinstance(item, torch.Tensor) and item.requires_grad and torch.is_grad_enabled():
-        raise _needs_gradient("a tensor that requires gradients")
-    return item
+class _Inputs:
+    """Arguments of one call as real tensors: those that a gradient must flow into become leaves of their own."""
 
+    def __init__(self) -> None:
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-def _needs_gradient(what: str) -> PfeifeError:
-    return PfeifeError(
-        id="PF511",
-        what=f"{what} was passed to a pipelined model",
-        why="gradients with respect to a model's inputs are not computed by the pipeline",
-        hints=("pass it detached", "make it part of the prepared model"),
-    )
+    def plain(self, item: Any) -> Any:
+        """What to call the model with in place of an argument."""
+        if not isinstance(item, torch.Tensor):
+            return item
+        value = resolve(item) if isinstance(item, DeferredTensor) else item
+        if not (torch.is_grad_enabled() and item.requires_grad):
+            return value
+        if id(item) not in self._leaves:
+            self._leaves[id(item)] = item, value.detach().requires_grad_()
+        return self._leaves[id(item)][1]
+
+    def links(self, arguments: tuple[Any, ...]) -> tuple[InputLink, ...]:
+        """Which of a graph's arguments they became."""
+        sources = {id(leaf): source for source, leaf in self._leaves.values()}
+        return tuple(InputLink(i, sources[id(a)], a) for i, a in enumerate(arguments) if id(a) in sources)
 
 
 def _batch_size(tensors: list[torch.Tensor]) -> int:

@@ -158,6 +158,8 @@ def _made(operation: Operation, index: int, result: Result, value: Any, tensors:
         return result.value
     cls = next(type(t) for t in tensors if isinstance(t, Deferred))
     tensor = cls.make(Record(fake=result.fake, operation=operation, index=index, value=value))
+    for call in operation.calls:
+        call.note(tensor.record)
     viewed = tensors[result.viewed] if result.viewed is not None else None
     if isinstance(viewed, Deferred):
         args, kwargs = mapped((operation.args, operation.kwargs), lambda x: known.SOURCE if x is viewed.record else x)

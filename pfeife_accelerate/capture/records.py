@@ -6,8 +6,9 @@ Ignores: which calls of a script become operations; see `deferred`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,9 +30,15 @@ class PipelinedCall(Protocol):
     def differentiable(self) -> bool:
         """Whether this rank's script may still call `backward` through this call; must change on all ranks alike."""
 
+    def note(self, record: Record) -> None:
+        """Something was computed from the call's outputs."""
+
 
 class Resolver(Protocol):
     """Whoever can compute deferred values: the engine of a pipelined model."""
+
+    def bring(self, leaf: Leaf) -> None:
+        """Run what the leaf's value needs; that may make other values known too."""
 
     def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
         """The leaf's whole-batch value, on this rank."""
@@ -70,6 +77,8 @@ class Operation:
     versions: tuple[tuple[torch.Tensor, type, int], ...]
     """Real tensors among the arguments, their types, and how often they had been changed in place."""
     draw: known.Draw | None = None
+    number: int = field(default_factory=itertools.count().__next__)
+    """Later operations have higher numbers."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Run on other arguments, in the recorded gradient and autocast modes; returns the flattened results."""
@@ -78,6 +87,10 @@ class Operation:
             if self.draw is not None:
                 return pytree.tree_leaves(self.draw.repeat(self.func, args, kwargs))
             return pytree.tree_leaves(self.func(*args, **kwargs))
+
+    def without_data(self) -> Operation:
+        """The same operation, referring to no tensor and no call."""
+        return replace(self, args=(), kwargs={}, calls=(), versions=())
 
     def check_unchanged(self) -> None:
         """Raise if an argument was changed after this operation was recorded and before it could run."""
@@ -147,7 +160,9 @@ def value_of(root: Record) -> torch.Tensor:
         return made[id(item.operation)][item.index] if found is None else found
 
     with torch.inference_mode(False), torch.no_grad():
-        for record in _unknown_before(root):
+        for leaf in [r.leaf for r in _unknown_before(root) if r.leaf is not None]:
+            leaf.resolver.bring(leaf)  # the schedule may make the root itself known, or much that it is made of
+        for record in [r for r in _unknown_before(root) if r.operation is not None]:
             operation = record.operation
             assert operation is not None
             if root.known() is not None:  # resolving an argument may have run the step that delivers this very value
@@ -170,13 +185,15 @@ def _unknown_before(root: Record) -> list[Record]:
     stack, expanded = [root], set()
     while stack:
         record = stack.pop()
-        if record.operation is None or record.known() is not None:
+        if record.known() is not None:
             continue
         if id(record) in expanded:
             order.append(record)
             continue
         expanded.add(id(record))
         stack.append(record)
+        if record.operation is None:
+            continue
         stack += [r for r in records_in((record.operation.args, record.operation.kwargs)) if id(r) not in expanded]
     return order
 

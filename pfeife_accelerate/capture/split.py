@@ -34,6 +34,11 @@ class StagedGraph:
         nodes = self.graph.node_of
         return {name: self.graph.concrete(nodes[name].meta["example_value"], bindings) for name in wanted}
 
+    def stages_that_read(self, argument: int) -> tuple[int, ...]:
+        """Stages that read the call's argument of this number."""
+        wanted = InputKind.MODEL_INPUT, str(argument)
+        return tuple(s.index for s in self.stages if any((i.kind, i.name) == wanted for i in s.inputs))
+
     def values(self, bindings: Mapping[Any, int]) -> dict[str, ValueInfo]:
         """Shapes and dtypes of all values that leave their stage."""
         return {name: value_info(self.graph, name, bindings) for name in self.producer_of}

@@ -15,19 +15,23 @@ import sympy
 import torch
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Record
-from pfeife_accelerate.capture.graph import CapturedGraph
+from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
+from pfeife_accelerate.capture.model_capture import InputLink
 from pfeife_accelerate.capture.split import StagedGraph, value_info
 from pfeife_accelerate.compat import expression_of
+from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.program import ValueInfo
 from pfeife_accelerate.runtime.step import StepInputs, StepState
 
 if TYPE_CHECKING:
+    from pfeife_accelerate.session.guess import Guess
     from pfeife_accelerate.session.model import PipelinedModel
 
 
 class Progress(IntEnum):
-    """How far a call has come on this rank."""
+    """How far a call has come on this rank. NEW: the model has no plan, and not all ranks are known to have made it."""
 
+    NEW = -1
     PENDING = 0
     FORWARDED = 1
     DONE = 2
@@ -44,6 +48,7 @@ class Call:
         arguments: tuple[Any, ...],
         bindings: Mapping[Any, int],
         autocast: tuple[str, torch.dtype] | None,
+        links: tuple[InputLink, ...] = (),
     ) -> None:
         self.number = number
         self.resolver = resolver
@@ -51,6 +56,7 @@ class Call:
         self.arguments = arguments
         self.bindings = bindings
         self.autocast = autocast
+        self.links = links
         self.progress = Progress.PENDING
         self.state: StepState | None = None
         self.num_microbatches = 0
@@ -58,17 +64,32 @@ class Call:
         """Whole-batch values that this rank holds for the scripts to read."""
         self.scalars: list[float] | None = None
         """The loss and the other one-element values of its expression, once the loss rank has sent them."""
-        self.held_gradients: dict[str, torch.Tensor | None] | None = None
-        """Gradients computed before this rank's script asked for them by `backward`."""
+        self.held_gradients: dict[int, dict[str, torch.Tensor | None]] = {}
+        """Gradients computed before this rank's script asked for them by its `backward` of that number."""
+        self.input_gradients: dict[int, torch.Tensor] = {}
+        """Gradients of the arguments in `links`, by index, after a backward."""
         self._leaves: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
         """Leaves that the script can still reach."""
         self._losses: list[ref[Record]] = []
         self._behind_losses: frozenset[str] = frozenset()
         self._spared: frozenset[str] = frozenset()
+        self.has_run = False
+        """Whether a forward has run: every rank's script has made the call."""
         self.alone = False
         """Whether only this rank's script has made the call."""
-        self.asked = False
-        """Whether this rank's script has called `backward`."""
+        self.asked = 0
+        """How often this rank's script has called `backward`."""
+        self.answered = 0
+        """How many of these (and those to come) have been computed."""
+        self.retained = False
+        """Whether the last `backward` asked for another one."""
+        self.guess: Guess | None = None
+        """What the backward that has run was for, if it ran before the script called `backward`."""
+        self.buffers_before: dict[str, torch.Tensor] | None = None
+        """Buffers as the first forward found them, where it changes any."""
+        self.recorded: list[ref[Record]] = []
+        """What the script has done with the outputs, in order, as far as it still matters."""
+        self._versions = self._argument_versions()
         self.staged: StagedGraph
         self.inputs: StepInputs
         self.loss_values: tuple[str, ...] = ()
@@ -82,7 +103,52 @@ class Call:
     @property
     def differentiable(self) -> bool:
         """Whether this rank's script may still call `backward`; the schedule may have run before that."""
-        return not self.asked
+        return self.asked == 0 or self.retained
+
+    def ask(self, *, retain: bool) -> int:
+        """This rank's script has called `backward`; gives the number of this backward.
+
+        Raises: PfeifeError PF506 if no further backward can go through this call.
+        """
+        if not self.differentiable:
+            raise _second_backward()
+        request, self.asked, self.retained = self.asked, self.asked + 1, retain
+        if self.answered <= request and self.progress is Progress.DONE:
+            self.progress = Progress.PENDING  # the graphs were freed: forward once more, on the same random numbers
+        return request
+
+    def begin(self, request: int, guess: Guess | None) -> None:
+        """A forward is about to run for that backward; what was computed for it before was not what it asked for."""
+        if self.answered > request:
+            self.reopen(request)
+        self.guess, self.input_gradients = guess, {}
+        for link in self.links:
+            link.leaf.grad = None
+        self.check_unchanged()
+
+    def reopen(self, request: int) -> None:
+        """What has been computed for a backward is not what it asked for: it is to be computed once more."""
+        self.held_gradients.pop(request, None)
+        self.answered, self.guess, self.progress = request, None, Progress.PENDING
+
+    def note(self, record: Record) -> None:
+        """The script has computed something from the outputs."""
+        if self.asked == 0:
+            self.recorded.append(ref(record))
+
+    def check_unchanged(self) -> None:
+        """Raises: PfeifeError PF507 if the script has changed an argument in place since the call."""
+        for index, version in self._versions.items():
+            if self.arguments[index]._version != version:
+                raise _argument_changed(self.graph.placeholders[index].node.name)
+
+    def _argument_versions(self) -> dict[int, int]:
+        inputs = [p.index for p in self.graph.placeholders if p.kind is PlaceholderKind.INPUT]
+        return {
+            i: argument._version
+            for i in inputs
+            if isinstance(argument := self.arguments[i], torch.Tensor) and not argument.is_inference()
+        }
 
     def micro_bindings(self, rows: int) -> dict[Any, int]:
         """Values of the size symbols in a micro-batch of that many rows."""
@@ -129,6 +195,10 @@ class Call:
         """Shape and dtype of a whole-batch value."""
         return value_info(self.graph, name, self.bindings)
 
+    def scalar_tensors(self) -> list[torch.Tensor]:
+        """The known one-element values, to be passed on."""
+        return [torch.tensor(value, dtype=torch.float64) for value in self.scalars or ()]
+
     def release(self) -> None:
         """Free all that only a schedule needs."""
         self.state = None
@@ -139,6 +209,28 @@ class Call:
         dim = self.graph.batch_dim(self.graph.node_of[name].meta["example_value"])
         ordered = [parts[i] for i in sorted(parts)]
         return ordered[0] if dim is None or len(ordered) == 1 else torch.cat(ordered, dim)
+
+
+def _second_backward() -> PfeifeError:
+    return PfeifeError(
+        id="PF506",
+        what="backward was called a second time through the same call of the model",
+        why="the stages' graphs were freed by the first",
+        hints=(
+            "pass retain_graph=True to the first",
+            "add the losses and call backward once",
+            "call the model again",
+        ),
+    )
+
+
+def _argument_changed(name: str) -> PfeifeError:
+    return PfeifeError(
+        id="PF507",
+        what=f"an argument of the model was changed in place between the call and its use ({name})",
+        why="a pipelined model runs when its loss is differentiated or a result is read, not when it is called",
+        hints=("change it after backward", "pass a copy: tensor.clone()"),
+    )
 
 
 def promised(value: float, record: Record) -> Any:

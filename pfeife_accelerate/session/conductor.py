@@ -25,6 +25,7 @@ import torch
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.session.call import Call, Progress
+from pfeife_accelerate.session.guess import Guess
 from pfeife_accelerate.session.open_calls import OpenCalls
 from pfeife_accelerate.session.programs import Run
 
@@ -40,17 +41,33 @@ class Announcement:
     call: int
     loss_values: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
+    request: int = 0
+    """Which backward of the call it is for."""
+    on_trial: bool = False
+    """Whether the loss rank compares what it computes with the whole batch's, and tells the others the verdict."""
+    guess: Guess | None = None
+    """What is differentiated, if no script has called backward yet."""
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         lists = {"loss_values": list(self.loss_values), "wanted": list(self.wanted)}
-        return {"run": self.run.value, "call": self.call, **lists}
+        guess = None if self.guess is None else self.guess.to_json()
+        numbers = {"call": self.call, "request": self.request, "on_trial": self.on_trial}
+        return {"run": self.run.value, **numbers, "guess": guess, **lists}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Announcement:
         """From a message."""
-        run, call = Run(body["run"]), int(body["call"])
-        return cls(run=run, call=call, loss_values=tuple(body["loss_values"]), wanted=tuple(body["wanted"]))
+        guess = None if body["guess"] is None else Guess.from_json(body["guess"])
+        return cls(
+            run=Run(body["run"]),
+            call=int(body["call"]),
+            loss_values=tuple(body["loss_values"]),
+            wanted=tuple(body["wanted"]),
+            request=int(body["request"]),
+            on_trial=bool(body["on_trial"]),
+            guess=guess,
+        )
 
 
 class Conductor:
@@ -107,18 +124,24 @@ class Conductor:
         self._starting.add(call.number)
         while missing := self._missing(call.number):
             self._note(self._receive(_TO_LEADER, min(missing)))
-            self._serve_demands(serve_demand)
+            self._serve_demands(serve_demand, urgent=True)
         self._starting.discard(call.number)
 
     def _missing(self, number: int) -> set[int]:
         """Ranks whose script has not made the call yet."""
         return self._not_made.setdefault(number, set(self._followers))
 
-    def _serve_demands(self, serve_demand: Callable[[Call], None]) -> bool:
+    def _serve_demands(self, serve_demand: Callable[[Call], None], *, urgent: bool) -> bool:
+        """Run the calls that others read. If it is not urgent, those whose loss is to be expected wait for it: then
+        the planned schedule does.
+        """
         busy = False
         for number in sorted(self._demanded):
             call = self.calls.get(number)
-            if call is not None and call.progress is Progress.PENDING and number not in self._starting:
+            is_open = call is not None and call.progress is Progress.PENDING and not call.has_run
+            if call is None or not is_open or number in self._starting:
+                continue
+            if urgent or not call.resolver.foresight.expects(call):
                 serve_demand(call)
                 busy = True
         return busy
@@ -192,19 +215,21 @@ class Conductor:
 
     # -------------------------------------------------------------------------------------------- between schedules
 
-    def service(self, run: Callable[[Call, Announcement], None], serve_demand: Callable[[Call], None]) -> bool:
+    def service(
+        self, run: Callable[[Call, Announcement], None], serve_demand: Callable[[Call], None], *, urgent: bool
+    ) -> bool:
         """Do what others wait for: run what is announced for calls known here; on the leading rank, serve demands."""
         self.open_calls.listen()
-        busy = self._serve(serve_demand) if self.leads else self._take_part(run)
+        busy = self._serve(serve_demand, urgent=urgent) if self.leads else self._take_part(run)
         if not self._waiting:
             self.open_calls.free()
         self.open_calls.tell()
         return busy
 
-    def _serve(self, serve_demand: Callable[[Call], None]) -> bool:
+    def _serve(self, serve_demand: Callable[[Call], None], *, urgent: bool) -> bool:
         while (body := self.control.poll(_TO_LEADER)) is not None:
             self._note(body)
-        return self._serve_demands(serve_demand)
+        return self._serve_demands(serve_demand, urgent=urgent)
 
     def _take_part(self, run: Callable[[Call, Announcement], None]) -> bool:
         busy = False

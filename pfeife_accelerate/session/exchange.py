@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pfeife_accelerate.capture.deferred import DeferredTensor
 from pfeife_accelerate.session.call import Call
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
 
 _RESULT_TAG = 1 << 27
+_INPUT_TAG = _RESULT_TAG + (1 << 21)
 
 
-def exchange_scalars(session: Session, call: Call, scalars: list[torch.Tensor] | None) -> None:
-    """The loss rank tells the others the loss and the other one-element values."""
+def exchange_scalars(session: Session, call: Call, scalars: list[torch.Tensor] | None, verdict: bool) -> bool:
+    """The loss rank tells the others the loss and the other one-element values, and its verdict on the schedule."""
     transport = session.transport
     leader = session.mesh.pipeline_size - 1
     if session.conductor.leads:
@@ -23,14 +25,45 @@ def exchange_scalars(session: Session, call: Call, scalars: list[torch.Tensor] |
         # A loss with several elements, differentiated with a gradient given to backward, is not one of the numbers.
         single = [s.detach().reshape(-1)[0] if s.numel() == 1 else torch.tensor(torch.nan) for s in scalars]
         numbers = torch.stack([s.to("cpu", torch.float64) for s in single]).to(session.device)
-        count = torch.tensor([len(scalars)], dtype=torch.int64, device=session.device)
+        count = torch.tensor([len(scalars), verdict], dtype=torch.int64, device=session.device)
         for peer in range(leader):
             transport.send(count, peer, _RESULT_TAG)
             transport.send(numbers, peer, _RESULT_TAG + 1)
     else:
-        count = transport.post_receive((1,), torch.int64, session.device, leader, _RESULT_TAG).wait()
-        numbers = transport.post_receive((int(count),), torch.float64, session.device, leader, _RESULT_TAG + 1).wait()
+        count = transport.post_receive((2,), torch.int64, session.device, leader, _RESULT_TAG).wait()
+        number = int(count[0])
+        numbers = transport.post_receive((number,), torch.float64, session.device, leader, _RESULT_TAG + 1).wait()
     call.scalars = numbers.tolist()
+    transport.flush()
+    return bool(count[1])
+
+
+def share_input_gradients(session: Session, call: Call) -> None:
+    """Sum the gradients of the call's arguments over the ranks whose stages read them.
+
+    The loss rank gets all sums; the others get those of arguments that modules outside the pipeline have made.
+    """
+    plan = call.resolver.plan
+    assert plan is not None
+    transport, rank, leader = session.transport, session.mesh.rank, session.mesh.pipeline_size - 1
+    for link in call.links:
+        own, link.leaf.grad = link.leaf.grad, None
+        gradient = torch.zeros_like(link.leaf) if own is None else own
+        tag = _INPUT_TAG + link.index
+        readers = {plan.stage_ranks[stage] for stage in call.staged.stages_that_read(link.index)} - {leader}
+        if rank in readers:
+            transport.send(gradient, leader, tag)
+        shape = tuple(gradient.shape)
+        if rank == leader:
+            for reader in sorted(readers):
+                gradient = gradient + transport.post_receive(shape, gradient.dtype, gradient.device, reader, tag).wait()
+        if not isinstance(link.source, DeferredTensor):
+            if rank == leader:
+                for peer in range(leader):
+                    transport.send(gradient, peer, tag)
+            else:
+                gradient = transport.post_receive(shape, gradient.dtype, gradient.device, leader, tag).wait()
+        call.input_gradients[link.index] = gradient
     transport.flush()
 
 

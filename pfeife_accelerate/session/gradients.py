@@ -30,27 +30,29 @@ class GradientBook:
         self._buffers_were = digests(placement.placed_buffers.values())
 
     @contextmanager
-    def collecting(self, call: Call, session: Session) -> Iterator[None]:
-        """Around a schedule with backwards: then `.grad`, or `call.held_gradients` if not asked for yet, is whole."""
+    def collecting(self, call: Call, session: Session, request: int, *, on_trial: bool) -> Iterator[None]:
+        """Around a schedule with backwards: then `.grad` is whole, or `call.held_gradients` if the script has not
+        asked for this backward yet, or if it is on trial.
+        """
         own, shared = self.placement.placed, self.placement.shared
-        aside = {name: p.grad for name, p in own.items() if not call.asked or name in shared}
+        held = on_trial or call.asked <= request
+        aside = {name: p.grad for name, p in own.items() if held or name in shared}
         for name in aside:
             own[name].grad = None
         yield
         tied = {name: own[name].grad for name in shared}
         for name, total in self.placement.sum_shared(session.transport, tied).items():
             own[name].grad = total
-        if not call.asked:
-            call.held_gradients = {name: p.grad for name, p in own.items()}
+        if held:
+            call.held_gradients[request] = {name: p.grad for name, p in own.items()}
         for name, before in aside.items():
-            own[name].grad = _sum(before, own[name].grad) if call.asked else before
+            own[name].grad = before if held else _sum(before, own[name].grad)
 
-    def release(self, call: Call) -> None:
+    def release(self, call: Call, request: int) -> None:
         """The script has asked: gradients held aside are added to `.grad`."""
-        for name, gradient in (call.held_gradients or {}).items():
+        for name, gradient in call.held_gradients.pop(request, {}).items():
             parameter = self.placement.placed[name]
             parameter.grad = _sum(parameter.grad, gradient)
-        call.held_gradients = None
 
     def synchronise(self, session: Session) -> None:
         """As DistributedDataParallel does: the mean gradient over pipelines, and the first one's changed buffers."""

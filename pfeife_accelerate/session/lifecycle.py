@@ -80,13 +80,16 @@ class Session:
         while missing:
             if (body := self.control.poll(topic)) is not None:
                 missing.discard(int(str(body["rank"])))
-            elif not self.service():
+            elif not self.service(urgent=True):
                 self.conductor.send_off(missing)
                 time.sleep(_BARRIER_POLL_S)
 
-    def service(self) -> bool:
-        """Run what other ranks wait for; called whenever the script enters this package."""
-        return self.conductor.service(self.run, self.serve_demand)
+    def service(self, *, urgent: bool = False) -> bool:
+        """Run what other ranks wait for; called whenever the script enters this package.
+
+        `urgent`: the script does not go on before that is done.
+        """
+        return self.conductor.service(self.run, self.serve_demand, urgent=urgent)
 
     @property
     def waiting_for(self) -> int | None:
@@ -108,7 +111,7 @@ class Session:
         self.service()
         for call in conductor.open_calls.readable():
             if conductor.leads:
-                self.serve_demand(call)
+                call.resolver.bring_forward(call, may_guess=False)
             else:
                 conductor.demand(call)
         self.meet("settle")  # the demands come before the message that their sender is here, ...
@@ -124,7 +127,7 @@ class Session:
             return
         work = dist.all_reduce(tensor, op=operation, group=group, async_op=True)
         while not work.is_completed():
-            if not self.service():
+            if not self.service(urgent=True):
                 time.sleep(_BARRIER_POLL_S)
         work.wait()
 

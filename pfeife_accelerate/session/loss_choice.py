@@ -1,7 +1,12 @@
-"""Whether a loss runs a micro-batch at a time, worked out once for each kind of loss."""
+"""Whether a loss runs a micro-batch at a time: worked out once for each kind of loss, and put to the proof.
+
+A loss whose operations are new is on trial in its first step: see `trial`. Where its shares do not make up the whole
+batch's loss, the exact two-phase order is taken from then on.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -12,6 +17,7 @@ from pfeife_accelerate.capture.loss_states import Refused
 from pfeife_accelerate.log import get_logger, warn_once
 
 _LOG = get_logger(__name__)
+_MOST_KNOWN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +29,40 @@ class LossChoice:
 
 
 class LossChooser:
-    """Choices by the losses' signatures."""
+    """Choices by the losses' signatures, the latest ones."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, LossChoice] = {}
+        self._known: OrderedDict[Hashable, LossChoice] = OrderedDict()
+        self._proved: dict[Hashable, bool] = {}
 
     def choose(self, expression: Expression, batch_size: int, num_microbatches: int) -> LossChoice:
         """How to compute this loss over this batch."""
         if num_microbatches == 1:
             return LossChoice(separable=True)
+        if self._proved.get(expression.kind) is False:
+            return LossChoice(separable=False)
         key = (expression.signature, batch_size)
         if key not in self._known:
             self._known[key] = self._work_out(expression, batch_size)
+        self._known.move_to_end(key)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
         return self._known[key]
+
+    def is_new(self, expression: Expression) -> bool:
+        """Whether a split loss of these operations has not been held against the whole batch's yet."""
+        return expression.kind not in self._proved
+
+    def note_verdict(self, expression: Expression, *, is_right: bool) -> None:
+        """The outcome of that."""
+        self._proved[expression.kind] = is_right
+        if not is_right:
+            where = expression.steps[-1].operation.where if expression.steps else ""
+            _LOG.warning(
+                "computed a micro-batch at a time, the loss (%s) differs from the whole batch's: this step and the "
+                "following ones take the exact two-phase order. Please report this loss: it is a fault of the package.",
+                where,
+            )
 
     def _work_out(self, expression: Expression, batch_size: int) -> LossChoice:
         try:

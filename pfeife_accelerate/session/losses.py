@@ -9,6 +9,7 @@ import torch
 from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.loss import Rows, SplitLoss
 from pfeife_accelerate.runtime.microbatch import Microbatch
+from pfeife_accelerate.session.trial import Trial
 
 
 class MicrobatchLoss:
@@ -20,6 +21,8 @@ class MicrobatchLoss:
         constants: Sequence[torch.Tensor],
         loss: SplitLoss | None,
         gradient: torch.Tensor | None,
+        *,
+        on_trial: bool = False,
     ) -> None:
         self._expression = expression
         self._constants = constants
@@ -28,18 +31,37 @@ class MicrobatchLoss:
         self._names = [leaf.value for leaf in expression.leaf_info]
         self._whole = loss.prepare(constants) if loss is not None else None
         self._parts: list[tuple[torch.Tensor, ...]] = []
+        self._trial = Trial(expression) if on_trial else None
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether the result is to be held against the whole batch's."""
+        return self._trial is not None
 
     def forward(self, microbatch: Microbatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The micro-batch's share of the loss, times the gradient given to `backward`."""
         leaves = [values[name] for name in self._names]
-        if self._loss is None or self._whole is None:  # one micro-batch: the whole batch, as the script wrote it
-            parts = tuple(self._expression.replay(leaves, self._constants))
-        else:
-            rows = Rows(start=microbatch.start, count=microbatch.count, total=microbatch.total)
-            parts = self._loss.run(leaves, self._whole, rows)
+        parts = self._scalars(microbatch, leaves)
         self._parts.append(tuple(part.detach() for part in parts))
-        root = parts[0]
-        return root.sum() if self._gradient is None else (root * self._gradient.to(root.device)).sum()
+        if self._trial is not None:
+            self._trial.add(leaves, lambda copies: self._root(self._scalars(microbatch, copies)[0]))
+        return self._root(parts[0])
+
+    def _scalars(self, microbatch: Microbatch, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if self._loss is None or self._whole is None:  # one micro-batch: the whole batch, as the script wrote it
+            return tuple(self._expression.replay(leaves, self._constants))
+        rows = Rows(start=microbatch.start, count=microbatch.count, total=microbatch.total)
+        return self._loss.run(leaves, self._whole, rows)
+
+    def _root(self, loss: torch.Tensor) -> torch.Tensor:
+        return _times(loss, self._gradient)
+
+    def is_right(self) -> bool:
+        """Once the step is over: whether the micro-batches' shares make up the whole batch's loss and gradients."""
+        if self._trial is None:
+            return True
+        scalars, gradients = whole_batch_loss(self._expression, self._constants, self._trial.values(), self._gradient)
+        return self._trial.agrees(self.totals()[0], scalars[0], gradients)
 
     def totals(self) -> list[torch.Tensor]:
         """Whole-batch values of the expression's scalars."""
@@ -64,6 +86,9 @@ def whole_batch_loss(
     ]
     with torch.enable_grad():
         scalars = expression.replay(inputs, constants)
-    root = scalars[0].sum() if gradient is None else (scalars[0] * gradient.to(scalars[0].device)).sum()
-    root.backward()
+    _times(scalars[0], gradient).backward()
     return [scalar.detach() for scalar in scalars], [leaf.grad for leaf in inputs]
+
+
+def _times(loss: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    return loss.sum() if gradient is None else (loss * gradient.to(loss.device)).sum()

@@ -6,8 +6,8 @@ Reads top to bottom like a step: `__call__` captures and returns deferred output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,25 +15,29 @@ import torch
 from torch import nn
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf
-from pfeife_accelerate.capture.expression import Expression, extract
+from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.graph import CapturedGraph
-from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture, replay_tail
+from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
 from pfeife_accelerate.capture.op_graph import follow, to_op_graph
-from pfeife_accelerate.errors import InternalError, PfeifeError
+from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
-from pfeife_accelerate.session.call import Call, Progress, promised
+from pfeife_accelerate.session.buffers import as_the_first_time
+from pfeife_accelerate.session.call import Call, Progress
 from pfeife_accelerate.session.conductor import Announcement
-from pfeife_accelerate.session.exchange import exchange_scalars, share_values
+from pfeife_accelerate.session.descent import backward, promise
+from pfeife_accelerate.session.exchange import exchange_scalars, share_input_gradients, share_values
 from pfeife_accelerate.session.gradients import GradientBook
+from pfeife_accelerate.session.guess import Foresight, Guess
 from pfeife_accelerate.session.loss_choice import LossChooser
-from pfeife_accelerate.session.losses import MicrobatchLoss, whole_batch_loss
-from pfeife_accelerate.session.outside import OutsideTensors
+from pfeife_accelerate.session.losses import MicrobatchLoss
+from pfeife_accelerate.session.outputs import deferred_outputs, output_values, refuse_loss_of_inputs
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
+from pfeife_accelerate.session.trial import affordable
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
@@ -52,6 +56,7 @@ class PipelinedModel:
         self.capture = ModelCapture(module, device)
         self.conductor = session.conductor
         self.loss_chooser = LossChooser()
+        self.foresight = Foresight()
         self.synchronises = True
         self.plan: PipelinePlan | None = None
         self.states: dict[str, torch.Tensor]
@@ -65,28 +70,46 @@ class PipelinedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `model(...)` does: deferred outputs if gradients are wanted, values otherwise."""
         self.session.service()
-        training = torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
         captured = self.capture.call(args, kwargs, self.autocast)
+        training = bool(captured.links) or (
+            torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
+        )
         call = self._new_call(captured, training=training)
         if self.plan is None:
+            self._meet(call)
+            if call.alone:
+                if training:
+                    raise _lonely_training_call()
+                return self._run_alone(args, kwargs)
             self._plan(call)
         if self.session.mesh.world_rank == 0:
             caveats.tell(call, training=training)
         if training:
-            return captured.outputs_with(self._deferred_outputs(call), half_to_float=self.autocast)
+            return captured.outputs_with(deferred_outputs(call), half_to_float=self.autocast)
         self._evaluate(call)
         if call.alone:
             return self._run_alone(args, kwargs)
-        values = self._tail_values(call)
+        values = output_values(call)
         return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
 
     def _new_call(self, captured: CapturedCall, *, training: bool) -> Call:
-        call = Call(
-            self.conductor.next_number(), self, captured.graph, captured.arguments, captured.bindings, self.autocast
-        )
+        refuse_loss_of_inputs(captured)
+        number, links = self.conductor.next_number(), captured.links
+        call = Call(number, self, captured.graph, captured.arguments, captured.bindings, self.autocast, links)
+        if self.plan is None:
+            call.progress = Progress.NEW
         self.session.batch_check.show(call)
         self.conductor.register(call, training=training)
         return call
+
+    def _meet(self, call: Call) -> None:
+        """Before planning, which takes all ranks: find out whether all of them have made the call."""
+        if self.conductor.leads:
+            self.conductor.gather(call, self.session.serve_demand)
+            self.conductor.announce(Announcement(run=Run.PLAN, call=call.number))
+            call.progress = Progress.PENDING
+        else:
+            self.conductor.follow(call, Progress.PENDING, self.session.run)
 
     def _plan(self, call: Call) -> None:
         mesh = self.session.mesh
@@ -112,26 +135,6 @@ class PipelinedModel:
             self._cuts[id(call.graph)] = (call.graph, found)
         return self._cuts[id(call.graph)][1]
 
-    def _deferred_outputs(self, call: Call) -> Callable[[int], Any]:
-        """Output by number. The model's own loss operations are recorded as if the script had written them."""
-        graph = call.graph
-        outputs = set(graph.results()) & graph.tail
-        behind: set[str] = set()
-
-        def leaf(name: str) -> DeferredTensor:
-            behind.add(name)
-            return call.deferred(name)
-
-        tail = replay_tail(graph, call.arguments, call.bindings, leaf) if outputs else {}
-        behind -= {node.name for node in graph.results() if node not in graph.tail}
-        call.note_losses([tail[node] for node in outputs], behind)
-
-        def output(index: int) -> Any:
-            node = graph.outputs[index]
-            return tail[node] if node in outputs else call.deferred(node.name)
-
-        return output
-
     # -------------------------------------------------------------------------------------------- evaluation
 
     def _evaluate(self, call: Call) -> None:
@@ -139,12 +142,6 @@ class PipelinedModel:
             self.start(call, Run.EVALUATE)
         else:
             self.conductor.follow(call, Progress.DONE, self.session.run)
-
-    def _tail_values(self, call: Call) -> Mapping[Any, Any]:
-        with torch.no_grad():
-            tail = replay_tail(call.graph, call.arguments, call.bindings, call.values.__getitem__)
-        values = call.values
-        return {n: tail[n] if n in call.graph.tail else values[n.name] for n in call.graph.results()}
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An evaluation that only this rank's script asks for: the whole model, fetched from the others."""
@@ -156,24 +153,41 @@ class PipelinedModel:
 
     # -------------------------------------------------------------------------------------------- reading
 
-    def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
-        """A leaf's whole-batch value on this rank; starts the forward half if nothing has run yet."""
+    def bring(self, leaf: Leaf) -> None:
+        """Run what the leaf's value needs, if nothing has run yet."""
         call = _call_of(leaf)
-        if call.progress is Progress.PENDING:
+        if call.progress is Progress.PENDING and leaf.value not in call.values:
             self.bring_forward(call)
+
+    def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
+        """A leaf's whole-batch value on this rank."""
+        self.bring(leaf)
+        call = _call_of(leaf)
         if leaf.value not in call.values:
             call.values[leaf.value] = self._fetch(call, leaf.value)
         return call.values[leaf.value]
 
-    def bring_forward(self, call: Call) -> None:
-        """Run the call's forward half now, or, on a following rank, whatever the conductor has decided on."""
+    def bring_forward(self, call: Call, *, may_guess: bool = True) -> None:
+        """Run the call's schedule, or its forward half, or, on a following rank, whatever the conductor decides on."""
         if self.conductor.leads:
-            self.start(call, Run.FORWARD)
-        else:
-            self.conductor.demand(call)
-            self.conductor.follow(call, Progress.FORWARDED, self.session.run)
-            if call.alone:
-                raise _lonely_training_call()
+            if not (may_guess and self._start_guessed(call)):
+                self.start(call, Run.FORWARD, request=max(call.asked - 1, 0))
+            return
+        self.conductor.demand(call)
+        self.conductor.follow(call, Progress.FORWARDED, self.session.run)
+        if call.alone:
+            raise _lonely_training_call()
+        prediction = self.foresight.predict(call) if call.guess is not None else None
+        if prediction is not None and prediction.guess == call.guess and call.scalars is not None:
+            promise(prediction.expression, call.scalars)
+
+    def _start_guessed(self, call: Call) -> bool:
+        """Run the planned schedule for what the script will differentiate, if that can be told."""
+        prediction = self.foresight.predict(call) if call.asked == 0 else None
+        if prediction is None:
+            return False
+        constants = list(prediction.expression.constants)
+        return self.start_planned(call, prediction.expression, constants, None, guess=prediction.guess)
 
     def _fetch(self, call: Call, name: str) -> torch.Tensor:
         assert self.plan is not None
@@ -194,75 +208,52 @@ class PipelinedModel:
             hints=("read it before the next step", "keep the output in a variable on every rank while the step runs"),
         ) from error
 
-    # -------------------------------------------------------------------------------------------- backward
+    # -------------------------------------------------------------------------------------------- running
 
     def backward(self, loss: DeferredTensor, gradient: torch.Tensor | None, retain_graph: bool) -> None:
         """What `loss.backward()` does; afterwards every own parameter has its gradient."""
-        expression = extract(loss)
-        outside = OutsideTensors(expression)
-        calls = list({id(leaf.call): _call_of(leaf) for leaf in expression.leaf_info}.values())
-        if not all(call.differentiable for call in calls):
-            raise _second_backward()
-        for call in calls:
-            call.asked = True
-            self.conductor.open_calls.asked(call)
-        if self.conductor.leads:
-            self._lead_backward(expression, outside, calls, gradient)
-        for call in calls:
-            self.conductor.follow(call, Progress.DONE, self.session.run)
-            call.resolver.gradients.release(call)
-        outside.go_back(self.session)
-        self._promise(expression, calls[-1])
-        for model in {id(call.resolver): call.resolver for call in calls}.values():
-            if model.synchronises and self.session.synchronises():
-                model.gradients.synchronise(self.session)
+        backward(self.session, loss, gradient, retain_graph)
 
-    def _promise(self, expression: Expression, call: Call) -> None:
-        scalars = call.scalars
-        if scalars is None or len(scalars) != len(expression.scalars):
-            raise InternalError(id="PF505", what="ranks of the pipeline recorded different losses in one step")
-        for value, (_, record) in zip(scalars, expression.scalars, strict=True):
-            if record.value is None and record.fake.numel() == 1:
-                record.promise = promised(value, record)
-
-    def _lead_backward(
-        self, expression: Expression, outside: OutsideTensors, calls: list[Call], gradient: torch.Tensor | None
-    ) -> None:
+    def start_planned(
+        self,
+        call: Call,
+        expression: Expression,
+        constants: list[torch.Tensor],
+        gradient: torch.Tensor | None,
+        guess: Guess | None = None,
+    ) -> bool:
+        """On the conductor: run the planned schedule, if the loss separates; whether its result is right."""
+        number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
+        choice = self.loss_chooser.choose(expression, call.batch_size, number)
+        if not choice.separable:
+            return False
+        is_new = choice.split is not None and self.loss_chooser.is_new(expression)
+        if is_new and guess is not None:
+            return False
+        on_trial = is_new and affordable(expression, self.device)
+        loss = MicrobatchLoss(expression, constants, choice.split, gradient, on_trial=on_trial)
+        call.spare(record for _, record in expression.scalars)
         loss_values = tuple(dict.fromkeys(leaf.value for leaf in expression.leaf_info))
-        only = calls[0]
-        if len(calls) == 1 and only.progress is Progress.PENDING and not self.conductor.demanded(only):
-            number = num_microbatches(self.session.plugin, only, self.session.mesh.pipeline_size)
-            choice = self.loss_chooser.choose(expression, only.batch_size, number)
-            if choice.separable:
-                loss = MicrobatchLoss(expression, outside.constants, choice.split, gradient)
-                only.spare(record for _, record in expression.scalars)
-                self.start(only, Run.PLANNED, loss_values, loss=loss)
-                return
-        self._exact_order(expression, outside, calls, gradient)
+        self.start(call, Run.PLANNED, loss_values, request=max(call.asked - 1, 0), guess=guess, loss=loss)
+        if on_trial:
+            self.loss_chooser.note_verdict(expression, is_right=call.progress is Progress.DONE)
+        if guess is not None:
+            promise(expression, call.scalars or ())
+        return call.progress is Progress.DONE
 
-    def _exact_order(
-        self, expression: Expression, outside: OutsideTensors, calls: list[Call], gradient: torch.Tensor | None
+    def start(
+        self,
+        call: Call,
+        run: Run,
+        loss_values: tuple[str, ...] = (),
+        *,
+        request: int = 0,
+        guess: Guess | None = None,
+        **loss: Any,
     ) -> None:
-        """All forwards, the whole batch's loss, all backwards."""
-        for call in calls:
-            if call.progress is Progress.PENDING:
-                call.resolver.start(call, Run.FORWARD)
-        leaves = [_call_of(leaf).values[leaf.value] for leaf in expression.leaf_info]
-        scalars, gradients = whole_batch_loss(expression, outside.constants, leaves, gradient)
-        for call in reversed(calls):
-            own = {
-                leaf.value: g
-                for leaf, g in zip(expression.leaf_info, gradients, strict=True)
-                if leaf.call is call and g is not None
-            }
-            call.resolver.start(call, Run.BACKWARD, call.loss_values, gradients=own, scalars=scalars)
-
-    # -------------------------------------------------------------------------------------------- running
-
-    def start(self, call: Call, run: Run, loss_values: tuple[str, ...] = (), **loss: Any) -> None:
         """On the conductor: decide on a schedule, as soon as every rank's script has made the call."""
-        self.conductor.gather(call, self.session.serve_demand)
-        if call.state is None:
+        if not call.has_run:
+            self.conductor.gather(call, self.session.serve_demand)
             self.session.batch_check.verify(call)
         wanted: tuple[str, ...] = ()
         match run:
@@ -272,7 +263,15 @@ class PipelinedModel:
                 wanted = call.graph.result_names()
         if run is Run.FORWARD:
             loss_values, wanted = wanted, ()  # the loss is yet to be written
-        announcement = Announcement(run=run, call=call.number, loss_values=loss_values, wanted=wanted)
+        announcement = Announcement(
+            run=run,
+            call=call.number,
+            loss_values=loss_values,
+            wanted=wanted,
+            request=request,
+            guess=guess,
+            on_trial="loss" in loss and loss["loss"].on_trial,
+        )
         self.conductor.announce(announcement)
         self._run(call, announcement, **loss)
 
@@ -281,6 +280,9 @@ class PipelinedModel:
         if announcement.run is Run.ALONE:
             call.alone, call.progress = True, Progress.DONE
             self.conductor.give_back(call)
+            return
+        if announcement.run is Run.PLAN:
+            call.progress = Progress.PENDING
             return
         self._run(call, announcement)
 
@@ -307,6 +309,7 @@ class PipelinedModel:
         number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
         needed = (*announcement.loss_values, *(n for n in announcement.wanted if n not in announcement.loss_values))
         if run is not Run.BACKWARD:
+            call.begin(announcement.request, announcement.guess)
             call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
             call.loss_values = announcement.loss_values
             call.state = StepState(number)
@@ -314,16 +317,37 @@ class PipelinedModel:
         assert call.state is not None
         program = self.programs.program(call.staged, needed, call.loss_values, run, number)
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
-        goes_back = run in (Run.PLANNED, Run.BACKWARD)
-        with self.gradients.collecting(call, self.session) if goes_back else nullcontext():
+        with self._surroundings(call, announcement):
             self.session.executor.run(program, inputs, call.state)
         self._keep(call)
-        if goes_back:
-            exchange_scalars(self.session, call, loss.totals() if loss is not None else scalars)
+        is_right = True
+        if run in (Run.PLANNED, Run.BACKWARD):
+            share_input_gradients(self.session, call)
+            is_right = loss is None or loss.is_right()
+            is_right = exchange_scalars(self.session, call, loss.totals() if loss else scalars, is_right)
         if run is Run.EVALUATE:
             share_values(self.session, call, announcement.wanted)
-        call.progress = Progress.FORWARDED if run is Run.FORWARD else Progress.DONE
-        if call.progress is Progress.DONE:
+        self._end(call, announcement, is_right)
+
+    @contextmanager
+    def _surroundings(self, call: Call, announcement: Announcement) -> Iterator[None]:
+        """Around a schedule: where gradients go, and the buffers that it is to find."""
+        with ExitStack() as stack:
+            if announcement.run in (Run.PLANNED, Run.BACKWARD):
+                request, on_trial = announcement.request, announcement.on_trial
+                stack.enter_context(self.gradients.collecting(call, self.session, request, on_trial=on_trial))
+            if announcement.run in (Run.PLANNED, Run.FORWARD):
+                stack.enter_context(as_the_first_time(call, self.placement.placed_buffers))
+            yield
+
+    def _end(self, call: Call, announcement: Announcement, is_right: bool) -> None:
+        call.has_run = True
+        if not is_right:
+            call.reopen(announcement.request)
+        elif announcement.run is Run.FORWARD:
+            call.progress = Progress.FORWARDED
+        else:
+            call.progress, call.answered = Progress.DONE, announcement.request + 1
             call.release()
             self.conductor.finished(call)
         self.session.control.advance_clock()
@@ -346,13 +370,4 @@ def _lonely_training_call() -> PfeifeError:
         what="the model was called on one process of the pipeline only, with gradients enabled",
         why="the other processes of the pipeline have gone on to a barrier without making this call",
         hints=("call it under torch.no_grad() if it is an evaluation", "call it on all processes"),
-    )
-
-
-def _second_backward() -> PfeifeError:
-    return PfeifeError(
-        id="PF506",
-        what="backward was called a second time through the same call of the model",
-        why="the stages' graphs were freed by the first",
-        hints=("add the losses and call backward once", "call the model again"),
     )

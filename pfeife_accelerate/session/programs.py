@@ -21,6 +21,7 @@ class Run(str, Enum):
     FORWARD = "forward"  #: first half of the exact order
     BACKWARD = "backward"  #: its second half
     EVALUATE = "evaluate"  #: forwards alone, nothing kept for a backward
+    PLAN = "plan"  #: nothing yet: all ranks' scripts have made the call, and the model is to be planned
     ALONE = "alone"  #: nothing: only this rank's script has made the call
 
 
@@ -68,8 +69,8 @@ class ProgramCache:
                 schedule = forward_only(schedule)
             case Run.BACKWARD:
                 schedule = backward_only(schedule)
-            case Run.ALONE:
-                raise InternalError(id="PF432", what="a call of one rank alone has no schedule")
+            case Run.ALONE | Run.PLAN:
+                raise InternalError(id="PF432", what=f"nothing is scheduled for {run.value!r}")
             case _:
                 assert_never(run)
         lowered = lower(_on_ranks(schedule, self.stage_ranks), messages)

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 def step_inputs(model: PipelinedModel, call: Call, num_microbatches: int, *, training: bool) -> StepInputs:
     """Everything the executor needs for this call; the loss and gradients are added for each schedule."""
     demanded, conductor = model.conductor.demanded(call), model.conductor
+    with torch.set_grad_enabled(training):  # arguments that need a gradient get it through their parts
+        microbatches = tuple(_microbatch(call, rows) for rows in divide(call.batch_size, num_microbatches))
     return StepInputs(
-        microbatches=tuple(_microbatch(call, rows) for rows in divide(call.batch_size, num_microbatches)),
+        microbatches=microbatches,
         states=model.states,
         training=training,
         autocast=call.autocast,

@@ -20,6 +20,10 @@ model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = accelerator.prepare(model, optimizer)
 x = torch.randn(6, 8)
+if accelerator.is_main_process:
+    with torch.no_grad():
+        print("before the first step", model(x).shape == (6, 8), flush=True)
+accelerator.wait_for_everyone()
 for step in range(3):
     accelerator.backward(model(x).square().mean())
     optimizer.step()
@@ -46,6 +50,7 @@ def test_a_validation_on_the_main_process_alone_gives_what_all_get_together():
     assert [line for line in result.stdout.splitlines() if line.startswith("same")] == [
         f"same at step {step}" for step in range(3)
     ]
+    assert result.lines("before") == ["before the first step True"]
 
 
 def test_a_call_with_gradients_on_one_process_alone_is_refused_and_does_not_hang():

@@ -44,6 +44,12 @@ class Pipeline:
             leaf, tuple(value.shape), value.dtype, value.device, value.is_floating_point()
         )
 
+    def note(self, record: object) -> None:
+        pass
+
+    def bring(self, leaf: Leaf) -> None:
+        pass
+
     def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
         self.reads += 1
         return self.value.detach()

@@ -25,12 +25,18 @@ F64 = torch.float64
 class Call:
     differentiable = True
 
+    def note(self, record: object) -> None:
+        pass
+
 
 class Whole:
     """A resolver that has the whole batch's value at hand."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
+
+    def bring(self, leaf: Leaf) -> None:
+        pass
 
     def resolve_leaf(self, leaf: Leaf) -> torch.Tensor:
         return self.value
