@@ -85,9 +85,9 @@ def report(without: float, with_read: float) -> str:
     return f"""# Reading the loss before `backward`
 
 A Llama of 8 layers (hidden size 256), {ROWS} x {LENGTH} tokens, {RANKS} ranks, one thread each, 1F1B with 4
-micro-batches. {BLOCKS} blocks of {STEPS} steps without and with `accelerator.gather(loss.repeat(batch_size)).mean().item()` before
-`accelerator.backward(loss)`, alternating in one run. The first read takes the exact two-phase order, later ones the
-planned schedule.
+micro-batches. {BLOCKS} blocks of {STEPS} steps without and with
+`accelerator.gather(loss.repeat(batch_size)).mean().item()` before `accelerator.backward(loss)`, alternating in one run.
+The first read takes the exact two-phase order, later ones the planned schedule.
 
 | | median step, ms |
 |---|--:|
