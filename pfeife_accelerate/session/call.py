@@ -65,6 +65,8 @@ class Call:
         self._losses: list[ref[Record]] = []
         self._behind_losses: frozenset[str] = frozenset()
         self._spared: frozenset[str] = frozenset()
+        self.seed = 0
+        """What the random operations derive their seeds from; the leading rank's once a schedule is announced."""
         self.alone = False
         """Whether only this rank's script has made the call."""
         self.asked = False

@@ -34,23 +34,28 @@ _TO_LEADER = "to the conductor"
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read."""
+    """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read.
+
+    `seed` is the call's, as taken on the leading rank: another rank's script may have drawn more numbers.
+    """
 
     run: Run
     call: int
     loss_values: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
+    seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         lists = {"loss_values": list(self.loss_values), "wanted": list(self.wanted)}
-        return {"run": self.run.value, "call": self.call, **lists}
+        return {"run": self.run.value, "call": self.call, "seed": self.seed, **lists}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Announcement:
         """From a message."""
         run, call = Run(body["run"]), int(body["call"])
-        return cls(run=run, call=call, loss_values=tuple(body["loss_values"]), wanted=tuple(body["wanted"]))
+        lists = {name: tuple(body[name]) for name in ("loss_values", "wanted")}
+        return cls(run=run, call=call, seed=int(body["seed"]), **lists)
 
 
 class Conductor:

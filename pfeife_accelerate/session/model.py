@@ -19,6 +19,7 @@ from pfeife_accelerate.capture.expression import Expression, extract
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture, replay_tail
 from pfeife_accelerate.capture.op_graph import follow, to_op_graph
+from pfeife_accelerate.capture.random_operation import own_generators
 from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.runtime.step import StepState
@@ -33,6 +34,7 @@ from pfeife_accelerate.session.outside import OutsideTensors
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
+from pfeife_accelerate.session.randomness import return_seed, take_seed
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ class PipelinedModel:
             return captured.outputs_with(self._deferred_outputs(call), half_to_float=self.autocast)
         self._evaluate(call)
         if call.alone:
-            return self._run_alone(args, kwargs)
+            with own_generators(call.seed, self.device):
+                return self._run_alone(args, kwargs)
         values = self._tail_values(call)
         return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
 
@@ -84,6 +87,8 @@ class PipelinedModel:
         call = Call(
             self.conductor.next_number(), self, captured.graph, captured.arguments, captured.bindings, self.autocast
         )
+        if call.graph.random_number:
+            call.seed = take_seed()
         self.session.batch_check.show(call)
         self.conductor.register(call, training=training)
         return call
@@ -272,7 +277,7 @@ class PipelinedModel:
                 wanted = call.graph.result_names()
         if run is Run.FORWARD:
             loss_values, wanted = wanted, ()  # the loss is yet to be written
-        announcement = Announcement(run=run, call=call.number, loss_values=loss_values, wanted=wanted)
+        announcement = Announcement(run=run, call=call.number, loss_values=loss_values, wanted=wanted, seed=call.seed)
         self.conductor.announce(announcement)
         self._run(call, announcement, **loss)
 
@@ -280,6 +285,8 @@ class PipelinedModel:
         """Take part in a schedule that another rank started."""
         if announcement.run is Run.ALONE:
             call.alone, call.progress = True, Progress.DONE
+            if call.graph.random_number:
+                return_seed()
             self.conductor.give_back(call)
             return
         self._run(call, announcement)
@@ -306,6 +313,7 @@ class PipelinedModel:
         run = announcement.run
         number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
         needed = (*announcement.loss_values, *(n for n in announcement.wanted if n not in announcement.loss_values))
+        call.seed = announcement.seed
         if run is not Run.BACKWARD:
             call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
             call.loss_values = announcement.loss_values
