@@ -7,7 +7,8 @@ Ignores: everything public; use that directly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -136,19 +137,46 @@ def mark_batch_dynamic(tensor: torch.Tensor) -> None:
 _LOGGING = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
 
 
-def dynamo_limits(recompilations: int) -> Any:
-    """Context in which Dynamo may capture a function that often: a new length or mode is one more capture each.
+@contextmanager
+def dynamo_limits(recompilations: int) -> Iterator[None]:
+    """Dynamo may capture a function that often (a new length or mode is one more capture each), without giving up on
+    bookkeeping: messages of loggers, and `requires_grad = True` on a value made in forward.
 
-    Messages of loggers are passed over, where Dynamo would give up: transformers warns about `use_cache` in forward.
+    torch 2.1 - 2.14 for the options. torch 2.14: `SetAttrBuiltinVariable._call_setattr`; other versions break the
+    graph. T5 and wav2vec set the flag so that reentrant checkpointing finds an input that requires gradients; nobody
+    reads these gradients.
     """
     methods = vars(logging.Logger).items()
     messages = {method for name, method in methods if callable(method) and name.startswith(_LOGGING)}
-    return torch._dynamo.config.patch(
+    options = torch._dynamo.config.patch(
         recompile_limit=recompilations,
         accumulated_recompile_limit=max(recompilations, 256),
         suppress_errors=False,
         ignore_logger_methods=messages,
     )
+    with options, _requires_grad_passed_over():
+        yield
+
+
+@contextmanager
+def _requires_grad_passed_over() -> Iterator[None]:
+    setting = vars(torch._dynamo.variables.builtin).get("SetAttrBuiltinVariable")
+    if setting is None:
+        yield
+        return
+    original = setting._call_setattr
+
+    def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        is_made_here = obj.is_tensor() and obj.source is None
+        if is_made_here and name.is_python_constant() and name.as_python_constant() == "requires_grad":
+            return value
+        return original(self, tx, obj, name, value)
+
+    setting._call_setattr = set_attribute
+    try:
+        yield
+    finally:
+        setting._call_setattr = original
 
 
 def disable_torch_function() -> Any:

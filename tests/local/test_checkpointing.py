@@ -383,7 +383,7 @@ TOKENS = torch.arange(40).reshape(4, 10)
 LIBRARIES = {
     "llama": (_llama, (), {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}),
     "bert": (_bert, (), {"input_ids": TOKENS, "labels": torch.tensor([0, 1, 1, 0])}),
-    "t5": (_t5, (), {"input_ids": TOKENS, "labels": TOKENS}),
+    "t5": (_t5, (), {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}),
     "unet": (_unet, (torch.linspace(-1, 1, 1024).reshape(4, 4, 8, 8), torch.arange(4), torch.ones(4, 5, 16)), {}),
     "vit": (_vit, (torch.linspace(-1, 1, 4 * 3 * 32 * 32).reshape(4, 3, 32, 32),), {}),
 }
