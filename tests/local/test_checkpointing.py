@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from pfeife_accelerate.capture.measurable import measurable_ops
 from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
 from pfeife_accelerate.capture.regions import region_of
 from pfeife_accelerate.capture.split import split
+from pfeife_accelerate.cost.op_profile import OpProfile, measure
 from pfeife_accelerate.ir.program import InputKind
 
 pytestmark = pytest.mark.local
@@ -306,6 +308,23 @@ def test_what_a_model_chooses_to_keep_is_kept():
     _assert_equal(found, wanted, 0)
 
 
+def test_the_costs_of_a_region_are_those_of_computing_it_again():
+    x = torch.randn(64, 6)
+    (plain, _), (repeated, _) = _both(lambda on: Net(lambda: _block(0.3), _anew if on else None), x)
+    profiles: dict[str, OpProfile] = {}
+    costs = [
+        measure(measurable_ops(call.graph, call.bindings, CPU), CPU, profiles=profiles) for call in (plain, repeated)
+    ]
+    kept = [sum(cost.saved_bytes for cost in one) for one in costs]
+    assert kept[1] == 3 * 64 * 6 * 4, "of each block its input; that of the first is the call's"
+    assert kept[0] > 5 * kept[1]
+    for before, after in zip(*costs, strict=True):
+        assert after.forward_s == before.forward_s
+        assert after.backward_input_s == before.backward_input_s + before.forward_s
+    in_one_block = kept[0] / 4
+    assert 0.7 * in_one_block < max(cost.workspace_bytes for cost in costs[1]) <= 1.3 * in_one_block
+
+
 def test_a_logger_in_forward_does_not_break_the_graph():
     class Talking(nn.Module):
         def __init__(self) -> None:
@@ -373,8 +392,9 @@ def _vit(on: bool) -> nn.Module:
     import timm
 
     torch.manual_seed(0)
-    sizes = {"img_size": 32, "depth": 3, "num_classes": 5, "drop_path_rate": 0.1, "attn_drop_rate": 0.1}
-    model = timm.create_model("vit_tiny_patch16_224", **sizes, proj_drop_rate=0.1)
+    sizes = {"img_size": 32, "depth": 3, "embed_dim": 32, "num_heads": 4, "num_classes": 5}
+    rates = {"drop_path_rate": 0.1, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes, **rates)
     model.set_grad_checkpointing(on)
     return model.train()
 
