@@ -50,7 +50,7 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
 
 
 def _inline(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule, region: Region) -> None:
-    holder = node.args[0]
+    holder: Any = node.args[0]
     arguments = iter(node.args[1:])
     values: dict[fx.Node, Any] = {}
     with gm.graph.inserting_before(node):
@@ -60,7 +60,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule, region: Reg
             elif inner.op == "output":
                 results = fx.map_arg(inner.args[0], values.__getitem__)
             elif inner.op == "get_attr":
-                name = f"{holder.target}_{inner.target}".replace(".", "_")  # type: ignore[union-attr]
+                name = f"{holder.target}_{inner.target}".replace(".", "_")
                 setattr(gm, name, operator.attrgetter(str(inner.target))(body))
                 values[inner] = gm.graph.get_attr(name)
                 values[inner].meta.update(inner.meta)
@@ -73,3 +73,5 @@ def _inline(gm: fx.GraphModule, node: fx.Node, body: fx.GraphModule, region: Reg
         reader.replace_all_uses_with(result)
         gm.graph.erase_node(reader)
     gm.graph.erase_node(node)
+    if not holder.users:
+        gm.graph.erase_node(holder)

@@ -80,6 +80,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """The stages one after the other: the results' sum of squares, gradients by name, and the bytes kept."""
     graph, kept = call.graph, Kept(model)
+    generators = torch.get_rng_state()
     model.zero_grad()
     states = dict(model.named_parameters()) | dict(model.named_buffers())
     names = [name for name in graph.result_names() if graph.node_of[name].meta["example_value"].requires_grad]
@@ -98,6 +99,7 @@ def _gradients(
     loss = sum(values[name].double().square().mean() for name in names)
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert torch.equal(torch.get_rng_state(), generators), "the script's generator is as it was"
     return loss.detach(), found, kept.num_bytes
 
 

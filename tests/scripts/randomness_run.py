@@ -195,6 +195,12 @@ def again(folder: str) -> Any:
         torch.manual_seed(8)
         accelerator.backward(model(x).square().mean())
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    values = []
+    for model.again in (False, True):
+        torch.manual_seed(8)
+        with torch.no_grad():
+            values.append(model(x))
+    assert torch.equal(*values)
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
         assert torch.equal(gradient, gradients[2][name]), name
