@@ -6,7 +6,9 @@ Ignores: everything public; use that directly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -20,6 +22,8 @@ from torch.autograd.function import BackwardCFunction  # what a custom Function 
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree  # documented for exporters, not public; stable since torch 2.2
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in the dispatcher's notes only
+
+from pfeife_accelerate.errors import PfeifeError
 
 # Names that other files import from here; the functions below need no listing.
 __all__ = [
@@ -98,6 +102,17 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 LOG_API_USAGE = torch._C._log_api_usage_once
 """Node target of torch's API usage logging, which Dynamo records as an operation (torch 2.9 to 2.14)."""
 
+CHECKPOINTED = torch.ops.higher_order.tag_activation_checkpoint
+"""Node target of `torch.utils.checkpoint.checkpoint` in Dynamo's graphs (torch 2.1 to 2.14)."""
+
+
+def checkpoint_context_of(body: torch.fx.GraphModule) -> Any:
+    """The `context_fn` that a checkpointed region was given, or None.
+
+    torch 2.4 - 2.14: Dynamo leaves it in the meta of the region's graph under this key.
+    """
+    return body.meta.get("_checkpoint_context_fn")
+
 
 def expression_of(size: Any) -> Any:
     """The sympy expression of a symbolic size, with merged symbols replaced (torch 2.1 to 2.14); an int as it is."""
@@ -119,13 +134,49 @@ def mark_batch_dynamic(tensor: torch.Tensor) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def dynamo_limits(recompilations: int) -> Any:
-    """Context in which Dynamo may capture a function that often: a new length or mode is one more capture each."""
-    return torch._dynamo.config.patch(
+_LOGGING = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
+
+
+@contextmanager
+def dynamo_limits(recompilations: int) -> Iterator[None]:
+    """Dynamo may capture a function that often (a new length or mode is one more capture each), without giving up on
+    bookkeeping: messages of loggers, and `requires_grad = True` on a value made in forward.
+
+    torch 2.1 - 2.14 for the options. torch 2.14: `SetAttrBuiltinVariable._call_setattr`; other versions break the
+    graph. T5 and wav2vec set the flag so that reentrant checkpointing finds an input that requires gradients; nobody
+    reads these gradients.
+    """
+    methods = vars(logging.Logger).items()
+    messages = {method for name, method in methods if callable(method) and name.startswith(_LOGGING)}
+    options = torch._dynamo.config.patch(
         recompile_limit=recompilations,
         accumulated_recompile_limit=max(recompilations, 256),
         suppress_errors=False,
+        ignore_logger_methods=messages,
     )
+    with options, _requires_grad_passed_over():
+        yield
+
+
+@contextmanager
+def _requires_grad_passed_over() -> Iterator[None]:
+    setting = vars(torch._dynamo.variables.builtin).get("SetAttrBuiltinVariable")
+    if setting is None:
+        yield
+        return
+    original = setting._call_setattr
+
+    def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        is_made_here = obj.is_tensor() and obj.source is None
+        if is_made_here and name.is_python_constant() and name.as_python_constant() == "requires_grad":
+            return value
+        return original(self, tx, obj, name, value)
+
+    setting._call_setattr = set_attribute
+    try:
+        yield
+    finally:
+        setting._call_setattr = original
 
 
 def disable_torch_function() -> Any:
@@ -156,3 +207,38 @@ def graph_break_reasons() -> list[str]:
 def schema_of(operator: OpOverload) -> Any:
     """An ATen operator's schema: names, defaults and aliasing of its arguments (torch 1.12 to 2.14)."""
     return operator._schema
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random numbers
+# ---------------------------------------------------------------------------------------------------------------------
+
+_STATE_BYTES, _BEFORE_WORDS, _NUM_WORDS = 5056, 3, 624
+
+
+def generator_words(generator: torch.Generator) -> torch.Tensor:
+    """The 624 words of a CPU generator's Mersenne Twister, with the two numbers that say how far it has come last.
+
+    torch 1.6 - 2.14: a state is the seed, two numbers, the words, each in 64 bits, and numbers already drawn in pairs.
+    """
+    state = _checked(generator.get_state()).view(torch.int64)
+    return torch.cat([state[_BEFORE_WORDS : _BEFORE_WORDS + _NUM_WORDS], state[1:_BEFORE_WORDS]])
+
+
+def set_generator_words(generator: torch.Generator, words: torch.Tensor) -> None:
+    """Change the words; `words` is as `generator_words` gives it, and the rest of the state stays."""
+    state = _checked(generator.get_state())
+    state.view(torch.int64)[_BEFORE_WORDS : _BEFORE_WORDS + _NUM_WORDS] = words[:_NUM_WORDS]
+    generator.set_state(state)
+
+
+def _checked(state: torch.Tensor) -> torch.Tensor:
+    if state.numel() != _STATE_BYTES:
+        raise PfeifeError(
+            id="PF450",
+            what=f"the CPU generator's state has {state.numel()} bytes, not {_STATE_BYTES}",
+            where=f"torch {torch.__version__}",
+            why="the seeds of model calls are taken from a state of known form",
+            hints=("use a version known to work: torch 2.10 - 2.14",),
+        )
+    return state

@@ -22,7 +22,6 @@ from torch import fx
 
 from pfeife_accelerate.capture.nodes import (
     autocast_step,
-    draws_random,
     inputs_of,
     is_noise,
     is_training_batch_norm,
@@ -30,6 +29,8 @@ from pfeife_accelerate.capture.nodes import (
     source_line,
     tensors_in,
 )
+from pfeife_accelerate.capture.random_operation import draws_random
+from pfeife_accelerate.capture.regions import inline_regions
 from pfeife_accelerate.compat import SET_GRAD_ENABLED, expression_of, storage_id
 
 METADATA_ONLY = frozenset(
@@ -84,6 +85,7 @@ class CapturedGraph:
             n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and n not in self.tail
         )
         self.position = {node: i for i, node in enumerate(self.ops)}
+        self.random_number = {node: i for i, node in enumerate(n for n in self.ops if draws_random(n))}
         self.has_batch_statistics = any(is_training_batch_norm(node) for node in self.ops)
         self.updated_buffers = tuple(sorted({name for node in self.ops for name in self._states_changed_by(node)}))
         self._cut_allowed: tuple[bool, ...] | None = None
@@ -93,6 +95,7 @@ class CapturedGraph:
         cls, gm: fx.GraphModule, args: tuple[Any, ...], name_of: Mapping[int, str], batch_size: int
     ) -> CapturedGraph:
         """Read a graph given by Dynamo; `args` are the arguments of its first call, `batch_size` that call's rows."""
+        inline_regions(gm)
         _normalise(gm)
         placeholders, batch_symbols = [], set()
         for index, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):

@@ -223,8 +223,5 @@ def _not_one_graph(module: nn.Module, number: int) -> PfeifeError:
         what=f"{type(module).__name__} cannot be captured as one graph ({number} pieces)",
         where="; ".join(reasons[:3]) or None,
         why="its forward does something that TorchDynamo cannot trace, such as a branch on a tensor's value",
-        hints=(
-            "rewrite the named line without reading tensor values",
-            "switch off gradient checkpointing: the pipeline frees activations by itself",
-        ),
+        hints=("rewrite the named line without reading tensor values",),
     )

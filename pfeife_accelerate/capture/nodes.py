@@ -1,4 +1,4 @@
-"""Small questions about single fx nodes: what they read, mutate, draw, and where in the model's source they stand."""
+"""Small questions about single fx nodes: what they read, mutate, and where in the model's source they stand."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ _INPLACE_OPERATORS = frozenset(
         operator.irshift,
         operator.setitem,
     }
-)
-_RANDOM_NAMES = re.compile(
-    r"(dropout|bernoulli|^rand|rand_like|randn|randint|multinomial|normal_|uniform_|exponential_|rrelu|gumbel)"
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>[^\n]*)')
 
@@ -83,11 +80,6 @@ def _positional_inplace(node: fx.Node) -> bool:
         and node.args[-1] is True
         and "dropout" not in str(node.target)
     )
-
-
-def draws_random(node: fx.Node) -> bool:
-    """Whether the operation may consume random numbers."""
-    return bool(_RANDOM_NAMES.search(target_name(node)))
 
 
 def is_training_batch_norm(node: fx.Node) -> bool:

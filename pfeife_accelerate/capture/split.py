@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import fx
 
-from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
-from pfeife_accelerate.capture.nodes import draws_random, inputs_of, mutates
-from pfeife_accelerate.ir.program import InputKind, StageInput, StageProgram, ValueInfo
+from pfeife_accelerate.capture.graph import CapturedGraph
+from pfeife_accelerate.capture.nodes import inputs_of, mutates
+from pfeife_accelerate.capture.stage import is_size, make_stage
+from pfeife_accelerate.ir.program import InputKind, StageProgram, ValueInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,13 @@ def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> S
     leaving: dict[fx.Node, set[int]] = {node: set() for node in wanted if node in stage_of}
     for node in live:
         for read in inputs_of(node):
-            if read in stage_of and stage_of[read] != stage_of[node] and not _is_size(read):
+            if read in stage_of and stage_of[read] != stage_of[node] and not is_size(read):
                 leaving.setdefault(read, set()).add(stage_of[node])
     stages = []
     for index, (lo, hi) in enumerate(pairwise(bounds)):
         nodes = [n for n in graph.ops[lo:hi] if n in live]
         outputs = [n for n in nodes if n in leaving]
-        stages.append(_stage(graph, index, nodes, outputs))
+        stages.append(make_stage(graph, index, nodes, outputs))
     return StagedGraph(
         graph=graph,
         stages=tuple(stages),
@@ -91,46 +91,3 @@ def _live(graph: CapturedGraph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
 def _has_effect(node: fx.Node) -> bool:
     target = mutates(node)
     return target is not None or node.meta.get("example_value") is None
-
-
-def _is_size(node: fx.Node) -> bool:
-    return not isinstance(node.meta.get("example_value"), torch.Tensor)
-
-
-def _stage(graph: CapturedGraph, index: int, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> StageProgram:
-    own = set(nodes)
-    stage_graph, copies, inputs = fx.Graph(), {}, []
-    external = dict.fromkeys(read for node in nodes for read in inputs_of(node) if read not in own)
-    for node in external:
-        if node.op == "get_attr":
-            continue
-        copies[node] = stage_graph.placeholder(node.name)
-        inputs.append(_stage_input(graph, node))
-    for node in external:
-        if node.op == "get_attr":
-            copies[node] = stage_graph.node_copy(node)
-    for node in nodes:
-        copies[node] = stage_graph.node_copy(node, copies.__getitem__)
-    stage_graph.output(tuple(copies[node] for node in outputs))
-    module = fx.GraphModule(graph.gm, stage_graph, class_name=f"Stage{index}")
-    return StageProgram(
-        index=index,
-        run=module.forward,
-        inputs=tuple(inputs),
-        outputs=tuple(node.name for node in outputs),
-        draws_random=any(draws_random(node) for node in nodes),
-    )
-
-
-def _stage_input(graph: CapturedGraph, node: fx.Node) -> StageInput:
-    placeholder = graph.placeholder_of.get(node)
-    if placeholder is None:
-        return StageInput(kind=InputKind.SIZE if _is_size(node) else InputKind.VALUE, name=node.name)
-    match placeholder.kind:
-        case PlaceholderKind.SYMBOL:
-            return StageInput(kind=InputKind.SIZE, name=node.name)
-        case PlaceholderKind.STATE:
-            assert placeholder.state_name is not None
-            return StageInput(kind=InputKind.STATE, name=placeholder.state_name)
-        case PlaceholderKind.INPUT:
-            return StageInput(kind=InputKind.MODEL_INPUT, name=str(placeholder.index))

@@ -91,28 +91,44 @@ def measure(
 
 
 def _costs(ops: Sequence[MeasurableOp | None], profiles: MutableMapping[str, OpProfile]) -> tuple[OpCost, ...]:
-    """Profiles applied to each operation: what an earlier one keeps already is not kept twice."""
-    kept: set[int] = set()
+    """Profiles applied to each operation: what an earlier one keeps already is not kept twice.
+
+    A region that is computed again keeps what it reads, costs its forward once more in the backward pass, and has all
+    that is inside it as temporary memory then.
+    """
+    kept: set[tuple[int | None, int]] = set()  # None: until the operation's own backward
+    made_in: dict[int | None, set[int]] = {}
+    inside_bytes: Counter[int | None] = Counter()
+    for op in ops:
+        if op is not None and op.region is not None:
+            made_in.setdefault(op.region, set()).update(operand.storage for operand in op.writes)
     found = []
     for op in ops:
         if op is None:
             found.append(_FREE)
             continue
         profile = profiles[op.key]
-        saved_bytes = profile.kept_other_bytes
+        again = op.region is not None
+        outside_bytes = 0 if again else profile.kept_other_bytes
+        inside_bytes[op.region] += profile.kept_other_bytes
         pairs = [*zip(op.reads, profile.keeps_read, strict=True), *zip(op.writes, profile.keeps_written, strict=True)]
         present = {r.storage for r in op.reads if r.role is not OperandRole.ACTIVATION}
         for operand, keeps in pairs:
-            if keeps and operand.storage not in kept | present:
-                kept.add(operand.storage)
-                saved_bytes += operand.storage_bytes
+            is_inside = again and operand.storage in made_in[op.region]
+            key = (op.region if is_inside else None, operand.storage)
+            if (keeps or (again and not is_inside)) and key not in kept and operand.storage not in present:
+                kept.add(key)
+                if is_inside:
+                    inside_bytes[op.region] += operand.storage_bytes
+                else:
+                    outside_bytes += operand.storage_bytes
         found.append(
             OpCost(
                 forward_s=profile.forward_s,
-                backward_input_s=profile.backward_input_s,
+                backward_input_s=profile.backward_input_s + (profile.forward_s if again else 0.0),
                 backward_weight_s=profile.backward_weight_s,
-                saved_bytes=saved_bytes,
-                workspace_bytes=profile.workspace_bytes,
+                saved_bytes=outside_bytes,
+                workspace_bytes=profile.workspace_bytes + (inside_bytes[op.region] if again else 0),
                 origin=profile.origin,
             )
         )

@@ -109,3 +109,4 @@ class MeasurableOp:
     prepare: Callable[[], PreparedOp]
     context: Callable[[], AbstractContextManager[Any]]
     is_inplace: bool = False
+    region: int | None = None  #: the region computed again in the backward pass that it belongs to

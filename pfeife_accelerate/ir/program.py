@@ -21,6 +21,7 @@ class InputKind(str, Enum):
     MODEL_INPUT = "input"  #: an argument of the model's call, which every rank has
     VALUE = "value"  #: what an earlier stage computed
     SIZE = "size"  #: a number that follows from the micro-batch's shapes
+    SEED = "seed"  #: the number that the micro-batch's random operations derive their seeds from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,6 @@ class StageProgram:
     run: Callable[..., tuple[Any, ...]]
     inputs: tuple[StageInput, ...]
     outputs: tuple[str, ...]
-    draws_random: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,15 @@ needs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, assert_never, final
 
 import torch
 
 from pfeife_accelerate.errors import InternalError
 from pfeife_accelerate.ir.actions import Action, ActionKind
-from pfeife_accelerate.ir.program import InputKind, StageProgram
+from pfeife_accelerate.ir.program import InputKind
+from pfeife_accelerate.ir.seeds import derived_seed
 from pfeife_accelerate.runtime.step import MicrobatchInputs, RankProgram, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
 
@@ -78,7 +78,7 @@ class _Run:
         program, data = self.program.stages[stage], self.inputs.microbatches[microbatch]
         arguments = [self.argument(kind.kind, kind.name, data) for kind in program.inputs]
         training = self.inputs.training
-        with torch.set_grad_enabled(training), self.autocast(), self.random_numbers(program, microbatch):
+        with torch.set_grad_enabled(training), self.autocast():
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
         del arguments
         values = self.state.values[microbatch]
@@ -112,6 +112,8 @@ class _Run:
                 return data.arguments[name]
             case InputKind.SIZE:
                 return data.sizes[name]
+            case InputKind.SEED:
+                return derived_seed(self.inputs.seed, data.rows.index)
             case InputKind.VALUE:
                 return self.value(name, data)
             case _:
@@ -218,17 +220,6 @@ class _Run:
     def autocast(self) -> Any:
         """The mixed precision the script asked for, around every stage as it would be around the whole model."""
         return torch.autocast(*self.inputs.autocast) if self.inputs.autocast else nullcontext()
-
-    @contextmanager
-    def random_numbers(self, program: StageProgram, microbatch: int) -> Iterator[None]:
-        """Stages draw from a generator state of their own, so that the script's generators stay equal on all ranks."""
-        if not program.draws_random:
-            yield
-            return
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(hash((self.inputs.seed, program.index, microbatch)) & (2**63 - 1))
-            yield
 
 
 def _tag(action: Action, value: int, direction: int) -> int:

@@ -61,7 +61,10 @@ class MicrobatchInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """The data of one step. `keep` are values to hold on to, whole, for the script to read."""
+    """The data of one step. `keep` are values to hold on to, whole, for the script to read.
+
+    `seed` is the call's, from which those of its micro-batches and random operations are derived.
+    """
 
     microbatches: tuple[MicrobatchInputs, ...]
     states: Mapping[str, torch.Tensor]

@@ -75,6 +75,8 @@ class Call:
         self._spared: frozenset[str] = frozenset()
         self.has_run = False
         """Whether a forward has run: every rank's script has made the call."""
+        self.seed = 0
+        """What the random operations derive their seeds from; the leading rank's once a schedule is announced."""
         self.alone = False
         """Whether only this rank's script has made the call."""
         self.asked = 0

@@ -35,7 +35,10 @@ _TO_LEADER = "to the conductor"
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read."""
+    """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read.
+
+    `seed` is the call's, as taken on the leading rank: another rank's script may have drawn more numbers.
+    """
 
     run: Run
     call: int
@@ -47,12 +50,14 @@ class Announcement:
     """Whether the loss rank compares what it computes with the whole batch's, and tells the others the verdict."""
     guess: Guess | None = None
     """What is differentiated, if no script has called backward yet."""
+    seed: int = 0
+    """What the random operations derive their seeds from."""
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         lists = {"loss_values": list(self.loss_values), "wanted": list(self.wanted)}
         guess = None if self.guess is None else self.guess.to_json()
-        numbers = {"call": self.call, "request": self.request, "on_trial": self.on_trial}
+        numbers = {"call": self.call, "request": self.request, "on_trial": self.on_trial, "seed": self.seed}
         return {"run": self.run.value, **numbers, "guess": guess, **lists}
 
     @classmethod
@@ -67,6 +72,7 @@ class Announcement:
             request=int(body["request"]),
             on_trial=bool(body["on_trial"]),
             guess=guess,
+            seed=int(body["seed"]),
         )
 
 

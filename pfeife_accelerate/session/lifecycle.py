@@ -51,7 +51,6 @@ class Session:
         self.process_id = os.getpid()
         self.control = control
         self.device = device
-        self.seed = torch.initial_seed()
         self.transport = DistributedTransport(mesh.pipeline_group, device)
         self.executor = Executor(self.transport, device)
         self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)

@@ -19,6 +19,7 @@ from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
 from pfeife_accelerate.capture.op_graph import follow, to_op_graph
+from pfeife_accelerate.capture.random_operation import own_generators
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.runtime.step import StepState
@@ -36,6 +37,7 @@ from pfeife_accelerate.session.outputs import deferred_outputs, output_values, r
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
+from pfeife_accelerate.session.randomness import return_seed, take_seed
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
 from pfeife_accelerate.session.trial import affordable
 
@@ -80,7 +82,7 @@ class PipelinedModel:
             if call.alone:
                 if training:
                     raise _lonely_training_call()
-                return self._run_alone(args, kwargs)
+                return self._run_alone(call, args, kwargs)
             self._plan(call)
         if self.session.mesh.world_rank == 0:
             caveats.tell(call, training=training)
@@ -88,7 +90,7 @@ class PipelinedModel:
             return captured.outputs_with(deferred_outputs(call), half_to_float=self.autocast)
         self._evaluate(call)
         if call.alone:
-            return self._run_alone(args, kwargs)
+            return self._run_alone(call, args, kwargs)
         values = output_values(call)
         return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
 
@@ -98,6 +100,8 @@ class PipelinedModel:
         call = Call(number, self, captured.graph, captured.arguments, captured.bindings, self.autocast, links)
         if self.plan is None:
             call.progress = Progress.NEW
+        if call.graph.random_number:
+            call.seed = take_seed()
         self.session.batch_check.show(call)
         self.conductor.register(call, training=training)
         return call
@@ -143,12 +147,12 @@ class PipelinedModel:
         else:
             self.conductor.follow(call, Progress.DONE, self.session.run)
 
-    def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_alone(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An evaluation that only this rank's script asks for: the whole model, fetched from the others."""
         from pfeife_accelerate.session.whole import whole_module  # that module is about models, this is one
 
         precision = torch.autocast(*self.autocast) if self.autocast else nullcontext()
-        with whole_module(self) as module, precision:
+        with whole_module(self) as module, precision, own_generators(call.seed, self.device):
             return module(*args, **kwargs)
 
     # -------------------------------------------------------------------------------------------- reading
@@ -271,6 +275,7 @@ class PipelinedModel:
             request=request,
             guess=guess,
             on_trial="loss" in loss and loss["loss"].on_trial,
+            seed=call.seed,
         )
         self.conductor.announce(announcement)
         self._run(call, announcement, **loss)
@@ -279,6 +284,8 @@ class PipelinedModel:
         """Take part in a schedule that another rank started."""
         if announcement.run is Run.ALONE:
             call.alone, call.progress = True, Progress.DONE
+            if call.graph.random_number:
+                return_seed()
             self.conductor.give_back(call)
             return
         if announcement.run is Run.PLAN:
@@ -308,6 +315,7 @@ class PipelinedModel:
         run = announcement.run
         number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
         needed = (*announcement.loss_values, *(n for n in announcement.wanted if n not in announcement.loss_values))
+        call.seed = announcement.seed
         if run is not Run.BACKWARD:
             call.begin(announcement.request, announcement.guess)
             call.staged = self.programs.staged(call.graph, self.cuts(call), needed)

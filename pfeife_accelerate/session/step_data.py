@@ -26,7 +26,7 @@ def step_inputs(model: PipelinedModel, call: Call, num_microbatches: int, *, tra
         states=model.states,
         training=training,
         autocast=call.autocast,
-        seed=hash((model.session.seed, call.number)),
+        seed=call.seed,
         keep=lambda name: not training or call.wants_kept(name) or name in demanded or conductor.is_wanted(call, name),
     )
 
