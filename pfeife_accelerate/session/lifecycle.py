@@ -30,7 +30,7 @@ from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.runtime.transport import DistributedTransport
 from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
-from pfeife_accelerate.session.optimizer_state import OptimizerStates
+from pfeife_accelerate.session.optimizer_state import OptimizerStates, refuse_sums_over_all
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.call import Call
@@ -62,7 +62,9 @@ class Session:
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
         self.optimizers = OptimizerStates(self)
-        control.serve("state", self._give_state)
+        control.serve("state", self._give_state, of_one_moment=True)
+        self.num_steps_under_way = 0
+        """Optimizers inside `step` (one may call another's)."""
 
     def barrier(self) -> None:
         """Wait until every rank of the launch, of all pipelines, is here; meanwhile do what the others wait for."""
@@ -148,14 +150,24 @@ class Session:
             for name, parameter in model.placement.parameters.items()
         }
 
-    def hold_still(self) -> None:
+    def hold_still(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer step: nobody may read half-updated parameters."""
+        refuse_sums_over_all(optimizer)
         self.settle()
         self.control.busy().__enter__()
+        self.num_steps_under_way += 1
 
     def move_on(self) -> None:
         """After an optimizer step."""
+        self.num_steps_under_way -= 1
+        self.control.count_change()
         self.control.busy().__exit__(None, None, None)
+        self.control.advance_clock()
+
+    def note_change(self) -> None:
+        """Parameters have been replaced, on all ranks."""
+        with self.control.busy():
+            self.control.count_change()
         self.control.advance_clock()
 
     def _give_state(self, key: str) -> torch.Tensor | None:
@@ -201,7 +213,7 @@ def start(plugin: PfeifePlugin, device: torch.device | None = None) -> Session:
     guard.watch(lambda: session.waiting_for)
     _HOLDER.session = session
     _HOLDER.place = mesh.shape
-    register_optimizer_step_pre_hook(lambda *_: session.hold_still())
+    register_optimizer_step_pre_hook(lambda optimizer, *_: session.hold_still(optimizer))
     register_optimizer_step_post_hook(lambda *_: session.move_on())
     _LOGGER.info(
         "pipeline %d of %d, rank %d of %d", mesh.pipeline_index, mesh.num_pipelines, mesh.rank, mesh.pipeline_size

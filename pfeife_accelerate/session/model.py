@@ -25,6 +25,7 @@ from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.call import Call, Progress, promised
 from pfeife_accelerate.session.conductor import Announcement
+from pfeife_accelerate.session.elsewhere import ValuesElsewhere
 from pfeife_accelerate.session.exchange import exchange_scalars, share_values
 from pfeife_accelerate.session.gradients import GradientBook
 from pfeife_accelerate.session.loss_choice import LossChooser
@@ -56,6 +57,7 @@ class PipelinedModel:
         self.plan: PipelinePlan | None = None
         self.states: dict[str, torch.Tensor]
         self.placement: Placement
+        self.elsewhere: ValuesElsewhere
         self.programs: ProgramCache
         self.gradients: GradientBook
         self._cuts: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {}
@@ -96,7 +98,8 @@ class PipelinedModel:
         self.programs = ProgramCache(plan.spec, plan.stage_ranks, mesh.rank)
         self.gradients = GradientBook(self.placement)
         self._cuts[id(call.graph)] = (call.graph, plan.slicing.cuts)
-        self.placement.apply(self.device, self.session.transport)
+        self.elsewhere = ValuesElsewhere(self)
+        self.placement.apply(self.device, self.session.transport, self.elsewhere.give_up)
         self.session.optimizers.forget_elsewhere()
         self.plan = plan
         self.session.add(self)
@@ -214,6 +217,7 @@ class PipelinedModel:
         outside.go_back(self.session)
         self._promise(expression, calls[-1])
         for model in {id(call.resolver): call.resolver for call in calls}.values():
+            model.elsewhere.note_backward()
             if model.synchronises and self.session.synchronises():
                 model.gradients.synchronise(self.session)
 
