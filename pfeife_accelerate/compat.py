@@ -6,6 +6,7 @@ Ignores: everything public; use that directly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -156,3 +157,16 @@ def graph_break_reasons() -> list[str]:
 def schema_of(operator: OpOverload) -> Any:
     """An ATen operator's schema: names, defaults and aliasing of its arguments (torch 1.12 to 2.14)."""
     return operator._schema
+
+
+def is_converting_a_module() -> bool:
+    """Whether the call under way comes from `Module.to`, `.half()` and their kin, which put its result into `.data`.
+
+    torch 1.5 - 2.14: `Module._apply`, whose function gets one parameter after the other and is not told for what.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None or frame.f_code is torch.nn.Module._apply.__code__:
+            return frame is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -10,7 +10,7 @@ def script_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "pfeife_accelerate.", "accelerate.")) and name != "torch":
+        if not name.startswith(("torch.", "pfeife_accelerate.", "accelerate.")) and name not in ("torch", "copy"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "unknown line"

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pfeife_accelerate.capture.elsewhere import Edit, ParameterElsewhere, Place
+from pfeife_accelerate.capture.elsewhere import ParameterElsewhere
+from pfeife_accelerate.capture.elsewhere_place import Edit, Place
 from pfeife_accelerate.capture.script import script_line
 from pfeife_accelerate.compat import disable_torch_function
 from pfeife_accelerate.errors import PfeifeError
