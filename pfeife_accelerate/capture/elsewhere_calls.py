@@ -138,9 +138,10 @@ def _leaf(parameter: Any) -> torch.Tensor:
 
 def _empty(item: Any) -> Any:
     """For functions that read only shape, dtype and device."""
-    if not (isinstance(item, Stub) and isinstance(item, torch.Tensor)):
+    if not isinstance(item, Stub):
         return item
-    return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+    stub: Any = item
+    return torch.empty_strided(stub.shape, stub.stride(), dtype=stub.dtype, device=stub.device)
 
 
 # ---------------------------------------------------------------------------------------------------- changing
@@ -158,6 +159,8 @@ def _change(func: Any, name: str, target: Any, args: tuple[Any, ...], kwargs: di
     if target.requires_grad and torch.is_grad_enabled() and not is_init:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     operands = [item for item in _flat((args, kwargs)) if isinstance(item, torch.Tensor)]
+    if any(item.is_meta and not isinstance(item, Stub) for item in operands):
+        return target  # in `load_state_dict`: nothing to copy
     with torch.no_grad():
         if any(_is_gradient(item) for item in operands):
             what = f"`{name}` with a gradient that lives there, {script_line()}"

@@ -1,8 +1,8 @@
 """Values of a model's parameters that live on other ranks, as this rank's script should see them.
 
 Models: values fetched from their owners one-sidedly, ahead while a script goes through the parameters in order; changes
-that the script makes, which the owner makes to its own copy by the same line: they last until the model runs or an
-optimizer steps, when the owner's copy is the one that counts.
+that the script makes, which the owner makes to its own copy by the same line: they last until the
+model runs, an optimizer steps or all ranks meet: from then on the owner's copy is the one that counts.
 Ignores: a script that changes its own parameters by hand, outside an optimizer, while a slower rank still reads them.
 """
 
@@ -55,7 +55,7 @@ class ValuesElsewhere:
         self._last_read: dict[int, int] = {}
         self._ahead: dict[str, torch.Tensor] = {}
         self._local: dict[str, _Local] = {}
-        self._tick = -1
+        self._tick = (-1, -1)
 
     @property
     def hides_gradients(self) -> bool:
@@ -66,7 +66,10 @@ class ValuesElsewhere:
         """Free a parameter's memory and keep its Python object: names, groups, attributes stay as they are."""
         if not isinstance(parameter, ParameterElsewhere):
             parameter.grad = None
-            torch.utils.swap_tensors(parameter, ParameterElsewhere.of(parameter, Place(name, self)))
+            try:
+                torch.utils.swap_tensors(parameter, ParameterElsewhere.of(parameter, Place(name, self)))
+            except RuntimeError as error:
+                raise _in_use(name) from error
         assert isinstance(parameter, ParameterElsewhere)
         self._parameters[name] = parameter
         order = self._order.setdefault(self.model.placement.owner(name), [])
@@ -110,18 +113,22 @@ class ValuesElsewhere:
         if local is not None and local.unknown_since is not None:
             raise PfeifeError(
                 id="PF527",
-                what=f"the value of {name!r} is not known on this rank until the model runs or an optimizer steps",
+                what=f"the value of {name!r} is not known on this rank until all ranks meet again",
                 where=script_line(),
                 why=f"it lives on rank {self.rank_of(name)}, which changes it at a moment of its own: "
                 f"{local.unknown_since}",
-                hints=("read it after the next call of the model", "change it by p.copy_(new value): that is known"),
+                hints=(
+                    "read it after the next optimizer.step() or accelerator.wait_for_everyone()",
+                    "change it by p.copy_(new_value): that is known on all ranks",
+                ),
             )
         return local
 
     def _keep_up(self) -> None:
-        clock = self.model.session.control.clock
-        if clock != self._tick:
-            self._tick = clock
+        session = self.model.session
+        tick = session.control.clock, session.num_meetings
+        if tick != self._tick:
+            self._tick = tick
             self._local.clear()
             self._ahead.clear()
 
@@ -173,3 +180,14 @@ class ValuesElsewhere:
     def _changed(self, name: str) -> _Local:
         self._keep_up()
         return self._local.setdefault(name, _Local())
+
+
+def _in_use(name: str) -> PfeifeError:
+    return PfeifeError(
+        id="PF529",
+        what=f"{name!r} is part of a computation that was made before the model was placed",
+        where=script_line(),
+        why="at the first call of the model each rank gives up the parameters of the others, and cannot while autograd "
+        "or a weak reference holds one",
+        hints=("call the model first, and compute with its parameters afterwards",),
+    )

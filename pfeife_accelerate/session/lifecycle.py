@@ -59,6 +59,7 @@ class Session:
         self.batch_check = BatchCheck(control, first + mesh.pipeline_size - 1, mesh.pipeline_size)
         self.models: list[PipelinedModel] = []
         self._meetings: Counter[str] = Counter()
+        self.num_meetings = 0
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
         self.optimizers = OptimizerStates(self)
@@ -85,6 +86,7 @@ class Session:
             elif not self.service():
                 self.conductor.send_off(missing)
                 time.sleep(_BARRIER_POLL_S)
+        self.num_meetings += 1
 
     def service(self) -> bool:
         """Run what other ranks wait for; called whenever the script enters this package."""
