@@ -49,7 +49,7 @@ class ParameterElsewhere(Stub, nn.Parameter):  # type: ignore[misc]
         place = self.place
         if not place.has_gradient or place.source.hides_gradients:
             return None
-        if place.gradient is None or place.gradient.dtype is not self.dtype:
+        if place.gradient is None:
             place.gradient = meta_like(self).as_subclass(GradientElsewhere)
             place.gradient.place = place
         return place.gradient  # type: ignore[no-any-return]

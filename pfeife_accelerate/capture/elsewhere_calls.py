@@ -8,6 +8,7 @@ Ignores: writes into a view (`p[0].zero_()`), which stay in the fetched copy.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +55,14 @@ _MOVES = _CONVERSIONS | {"contiguous", "detach"}
 
 def answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a torch function does that has a stub among its arguments."""
-    if not all(kind in _PLAIN or issubclass(kind, Stub) for kind in types):
+    if len(types) != 1 and not all(kind in _PLAIN or issubclass(kind, Stub) for kind in types):
         return NotImplemented  # a deferred tensor records the call
-    name, kind = known.name_of(func), known.kind_of(func, args, kwargs)
-    if (kind is Kind.METADATA and name not in _SHOWN) or name in _AS_META:
-        if name == "get_device":
-            return -1 if args[0].device.index is None else args[0].device.index
+    if _is_metadata(func):
         with disable_torch_function():
             return func(*args, **kwargs)
+    name, kind = known.name_of(func), known.kind_of(func, args, kwargs)
+    if name == "get_device":
+        return -1 if args[0].device.index is None else args[0].device.index
     if name in _SHOWN:
         access, attribute = name.split()
         return getattr(args[0], attribute) if access == "__get__" else setattr(args[0], attribute, args[1])
@@ -91,6 +92,13 @@ def answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if name == "detach" and _has_value(target):
         return target.data if target.place.source.reads_later else target.value()
     return _read(func, args, kwargs)
+
+
+@functools.cache
+def _is_metadata(func: Any) -> bool:
+    name = known.name_of(func)
+    is_kept = name in _AS_META or known.kind_of(func, (), {}) is Kind.METADATA
+    return is_kept and name not in _SHOWN and name != "get_device"
 
 
 def _has_value(item: Any) -> bool:
@@ -229,7 +237,7 @@ def set_data(target: Any, value: torch.Tensor) -> None:
 
 def _set_form(target: Any, value: torch.Tensor) -> None:
     if target.shape != value.shape or target.dtype != value.dtype:
-        form = meta_like(value)
+        form, target.place.gradient = meta_like(value), None
         with torch.no_grad(), disable_torch_function():
             torch.Tensor.data.__set__(target, form)  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching import run_ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
 
 COMMON = """
 import copy, os, sys, time
@@ -222,8 +222,8 @@ edits = dict(
 for name, edit in edits.items():
     step(edit=edit)
     same_parameters(name)
-for p in model.parameters():
-    assert p.grad is not None or not p.is_meta
+step()
+assert all(p.grad is not None for p in model.parameters())
 optimizer.zero_grad(set_to_none=False)
 assert all(p.grad is None for p in model.parameters() if p.is_meta)
 norms = []
@@ -312,19 +312,19 @@ print("done", flush=True)
 def test_averages_of_the_parameters_are_those_of_one_process(size, tmp_path):
     pytest.importorskip("diffusers")
     args = (str(tmp_path),)
-    result = run_ranks(AVERAGES, num_processes=size, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=200).check()
+    result = run_ranks(AVERAGES, num_processes=size, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=360).check()
     assert result.stdout.count("done") == size
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_penalties_and_edits_of_gradients_are_those_of_one_process(size):
-    result = run_ranks(LOSSES, num_processes=size, env={"PFEIFE_ENABLED": "true"}, timeout=200).check()
+    result = run_ranks(LOSSES, num_processes=size, env={"PFEIFE_ENABLED": "true"}, timeout=360).check()
     assert result.stdout.count("done") == size
 
 
 def test_what_cannot_be_known_is_refused_and_says_what_to_do(tmp_path):
     args = (str(tmp_path),)
-    result = run_ranks(REFUSALS, num_processes=2, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=120).check()
+    result = run_ranks(REFUSALS, num_processes=2, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=240).check()
     assert result.stdout.count("done") == 2
     for rank in (0, 1):
         assert f"which lives on rank {rank} where" in result.stdout
@@ -344,7 +344,7 @@ def test_what_cannot_be_known_is_refused_and_says_what_to_do(tmp_path):
 
 def test_a_penalty_made_before_the_first_call_is_refused(tmp_path):
     args = (str(tmp_path), "penalty first")
-    result = run_ranks(REFUSALS, num_processes=2, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=120)
+    result = run_ranks(REFUSALS, num_processes=2, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=240)
     assert result.returncode not in (0, None)
     assert "PF529" in result.stderr
     assert "is part of a computation that was made before the model was placed" in result.stderr
