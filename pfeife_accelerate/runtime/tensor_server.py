@@ -66,7 +66,7 @@ class TensorServer:
         copies = []
         with self.busy:
             if kind in self._of_one_moment and self.changes > changes:
-                raise self._too_late(kind, keys)
+                raise self._too_late(keys[0])
             for key in keys:
                 try:
                     tensor = provider(key)
@@ -82,10 +82,11 @@ class TensorServer:
                 copies.append(copy)
         return copies
 
-    def _too_late(self, kind: str, keys: Sequence[str]) -> PfeifeError:
+    def _too_late(self, key: str) -> PfeifeError:
+        name = key.partition("/")[2] or key
         return PfeifeError(
             id="PF414",
-            what=f"{kind} {keys[0]!r} was asked for too late: rank {self._rank} has changed it meanwhile",
+            what=f"{name!r} was asked for too late: rank {self._rank} has changed it meanwhile",
             why="a rank's optimizer steps without waiting for the others: between backward and optimizer.step a "
             "parameter of another rank may have its next value already; read it before backward or after the step",
         )
