@@ -233,6 +233,17 @@ for net, opt in ((twin, twin_optimizer), (model, optimizer)):
     norms.append(accelerator.clip_grad_norm_(net.parameters(), float("inf")))
 same(*norms, "norm over the whole model")
 
+for net, opt in ((twin, twin_optimizer), (model, optimizer)):
+    def closure(net=net, opt=opt):
+        opt.zero_grad()
+        loss = loss_of(net, ids, labels) + terms["l2"](net)
+        losses[net is model] = loss.item()
+        accelerator.backward(loss)
+        return loss
+    opt.step(closure)
+same(torch.tensor(losses[True]), torch.tensor(losses[False]), "loss in a closure")
+same_parameters("stepped with a closure")
+
 for frozen in ((True, False), (False, True), (False, False)):
     for net in (model, twin):
         net.blocks[0].requires_grad_(not frozen[0])
