@@ -7,6 +7,7 @@ Ignores: everything public; use that directly.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -242,3 +243,16 @@ def _checked(state: torch.Tensor) -> torch.Tensor:
             hints=("use a version known to work: torch 2.10 - 2.14",),
         )
     return state
+
+
+def is_converting_a_module() -> bool:
+    """Whether the call under way comes from `Module.to`, `.half()` and their kin, which put its result into `.data`.
+
+    torch 1.5 - 2.14: `Module._apply`, whose function gets one parameter after the other and is not told for what.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None or frame.f_code is torch.nn.Module._apply.__code__:
+            return frame is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -28,7 +28,6 @@ from pfeife_accelerate.capture.recording import (
     record_call,
     refused,
     resolved,
-    script_line,
 )
 from pfeife_accelerate.capture.records import (
     Leaf,
@@ -39,6 +38,7 @@ from pfeife_accelerate.capture.records import (
     records_in,
     value_of,
 )
+from pfeife_accelerate.capture.script import script_line
 from pfeife_accelerate.compat import BackwardCFunction, OpOverload, disable_torch_function, schema_of
 from pfeife_accelerate.errors import PfeifeError
 

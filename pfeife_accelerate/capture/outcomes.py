@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from pfeife_accelerate.capture import torch_functions as known
+from pfeife_accelerate.capture.elsewhere import ParameterElsewhere
 from pfeife_accelerate.capture.torch_functions import mapped
 from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, pytree, storage_id
 from pfeife_accelerate.errors import PfeifeError
+
+_USUAL = (torch.Tensor, torch.nn.Parameter, FakeTensor, ParameterElsewhere)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Metadata:
     @staticmethod
     def of(tensor: torch.Tensor) -> Metadata | None:
         """A tensor's metadata; None if it is of a kind that has more than this."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+        if type(tensor) not in _USUAL or tensor.layout is not torch.strided:
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None

@@ -5,7 +5,6 @@ Ignores: calls that change a tensor in place (`inplace`) and calls with a meanin
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -13,6 +12,7 @@ from weakref import ref
 import torch
 
 from pfeife_accelerate.capture import torch_functions as known
+from pfeife_accelerate.capture.elsewhere import DataElsewhere
 from pfeife_accelerate.capture.outcomes import (
     ChangesItsArgument,
     Metadata,
@@ -24,6 +24,7 @@ from pfeife_accelerate.capture.outcomes import (
     outcome_of,
 )
 from pfeife_accelerate.capture.records import Operation, PipelinedCall, Record, value_of
+from pfeife_accelerate.capture.script import script_line
 from pfeife_accelerate.capture.torch_functions import mapped
 from pfeife_accelerate.compat import make_wrapper, pytree
 from pfeife_accelerate.errors import PfeifeError
@@ -108,8 +109,9 @@ def record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         calls = tuple({id(call): call for t in operands for call in t.record.calls}.values())
     args = known.masks_as_indices(func, args, lambda x: isinstance(x, torch.Tensor) and not isinstance(x, Deferred))
     tensors = _tensors_in((args, kwargs))
-    if any(not isinstance(t, Deferred) and t.device.type == "meta" for t in tensors):
-        raise _elsewhere(func)
+    if any(isinstance(t, DataElsewhere) for t in tensors):
+        args, kwargs = mapped((args, kwargs), lambda x: x.value() if isinstance(x, DataElsewhere) else x)
+        tensors = _tensors_in((args, kwargs))
     outcome, real, draw = _outcome(func, args, kwargs, tensors)
     if not outcome.has_tensors:
         return pytree.tree_unflatten([result.value for result in outcome.results], outcome.structure)
@@ -117,16 +119,6 @@ def record_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     values = pytree.tree_leaves(real) if real is not None else [None] * len(outcome.results)
     made = [_made(operation, i, result, values[i], tensors) for i, result in enumerate(outcome.results)]
     return pytree.tree_unflatten(made, outcome.structure)
-
-
-def _elsewhere(func: Any) -> PfeifeError:
-    return PfeifeError(
-        id="PF524",
-        what=f"`{known.name_of(func)}` combines the output of a pipelined model with a parameter of another rank",
-        where=script_line(),
-        why="each rank holds the parameters of its own stages; the others' are on the meta device, without data",
-        hints=("for a penalty on the weights, use the optimizer's weight_decay", "compute the term inside the model"),
-    )
 
 
 def _outcome(
@@ -250,14 +242,3 @@ def refused(func: Any, why: str, hints: tuple[str, ...]) -> PfeifeError:
         why=why,
         hints=hints,
     )
-
-
-def script_line() -> str:
-    """`file:line` of the innermost frame outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "pfeife_accelerate.", "accelerate.")) and name != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown line"

@@ -134,9 +134,12 @@ class ControlPlane:
 
     # --- tensors
 
-    def serve(self, kind: str, provider: Provider) -> None:
-        """Answer requests of a kind by `provider(key)`, called in a server thread; None: there is no such key."""
-        self._server.serve(kind, provider)
+    def serve(self, kind: str, provider: Provider, of_one_moment: bool = False) -> None:
+        """Answer requests of a kind by `provider(key)`, called in a server thread; None: there is no such key.
+
+        `of_one_moment`: refuse requests of ranks that have made fewer changes than this one.
+        """
+        self._server.serve(kind, provider, of_one_moment)
 
     @property
     def clock(self) -> int:
@@ -146,6 +149,10 @@ class ControlPlane:
     def advance_clock(self) -> None:
         """Let the requests for the next tick be answered."""
         self._server.advance_clock()
+
+    def count_change(self) -> None:
+        """Inside `busy`: what is served of one moment has changed, as it does or will do on all ranks."""
+        self._server.changes += 1
 
     def busy(self) -> AbstractContextManager[bool]:
         """While held, no request is answered: hold it to change tensors. Do not fetch inside."""
@@ -165,8 +172,9 @@ class ControlPlane:
         if rank == self.rank:
             if clock > self.clock:
                 raise PfeifeError(id="PF412", what=f"rank {rank} asks itself for tick {clock} at tick {self.clock}")
-            return self._server.snapshot(kind, keys, clock)
-        request: dict[str, Json] = {"kind": kind, "keys": list(keys), "clock": clock}
+            return self._server.snapshot(kind, keys, clock, self._server.changes)
+        changes = self._server.changes
+        request: dict[str, Json] = {"kind": kind, "keys": list(keys), "clock": clock, "changes": changes}
         try:
             return self._asker.ask(rank, request, self._check, timeout)
         except TimeoutError as error:
@@ -347,7 +355,9 @@ class ControlPlane:
             while not self._is_closed:
                 request = wire.receive()
                 try:
-                    tensors = self._server.snapshot(request["kind"], request["keys"], request["clock"])
+                    tensors = self._server.snapshot(
+                        request["kind"], request["keys"], request["clock"], request["changes"]
+                    )
                 except PfeifeError as error:
                     wire.send(encoded_error(error))
                 else:

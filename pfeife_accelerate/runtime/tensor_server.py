@@ -6,7 +6,7 @@ Ignores: connections (remote.py), and where the tensors live: what is given out 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from threading import Condition, RLock
 from typing import TypeAlias
 
@@ -26,14 +26,22 @@ class TensorServer:
     def __init__(self, rank: int, changed: Condition) -> None:
         self.busy = RLock()
         self.clock = 0
+        self.changes = 0
+        """How often what is served *of one moment* has changed; the same count means the same moment on all ranks."""
         self._rank = rank
         self._changed = changed
         self._providers: dict[str, Provider] = {}
+        self._of_one_moment: set[str] = set()
         self._is_stopped = False
 
-    def serve(self, kind: str, provider: Provider) -> None:
-        """Answer requests of a kind by a function that is called, under the lock, in a thread of the server."""
+    def serve(self, kind: str, provider: Provider, of_one_moment: bool) -> None:
+        """Answer requests of a kind by a function that is called, under the lock, in a thread of the server.
+
+        `of_one_moment`: refuse where this rank has made more changes than the one that asks.
+        """
         with self._changed:
+            if of_one_moment:
+                self._of_one_moment.add(kind)
             self._providers[kind] = provider
             self._changed.notify_all()
 
@@ -49,11 +57,16 @@ class TensorServer:
             self._is_stopped = True
             self._changed.notify_all()
 
-    def snapshot(self, kind: str, keys: Iterable[str], clock: int) -> list[torch.Tensor]:
-        """Copies of the tensors, all of one moment at or after `clock`; blocks until the clock has come there."""
-        provider = self._provider_at(kind, clock)
+    def snapshot(self, kind: str, keys: Sequence[str], clock: int, changes: int) -> list[torch.Tensor]:
+        """Copies of the tensors, all of one moment at or after `clock`; blocks until the clock has come there.
+
+        `changes` is the count of the rank that asks.
+        """
+        provider = self._provider_at(kind, clock, changes)
         copies = []
         with self.busy:
+            if kind in self._of_one_moment and self.changes > changes:
+                raise self._too_late(keys[0])
             for key in keys:
                 try:
                     tensor = provider(key)
@@ -69,9 +82,19 @@ class TensorServer:
                 copies.append(copy)
         return copies
 
-    def _provider_at(self, kind: str, clock: int) -> Provider:
+    def _too_late(self, key: str) -> PfeifeError:
+        name = key.partition("/")[2] or key
+        return PfeifeError(
+            id="PF414",
+            what=f"{name!r} was asked for too late: rank {self._rank} has changed it meanwhile",
+            why="a rank's optimizer steps without waiting for the others: between backward and optimizer.step a "
+            "parameter of another rank may have its next value already; read it before backward or after the step",
+        )
+
+    def _provider_at(self, kind: str, clock: int, changes: int) -> Provider:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self.clock >= clock)
+            first = changes if kind in self._of_one_moment else 0
+            self._changed.wait_for(lambda: self._is_stopped or (self.clock >= clock and self.changes >= first))
             if self.clock < clock:
                 raise PfeifeError(
                     id="PF412",

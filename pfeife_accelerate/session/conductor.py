@@ -89,6 +89,8 @@ class Conductor:
         self._waiting: deque[Announcement] = deque()
         self._next_number = 0
         self._not_made: dict[int, set[int]] = {}
+        self._evaluating: dict[int, set[int]] = {}
+        self._training: set[int] = set()
         self.waiting_for: int | None = None
         """The rank, as the control plane numbers it, whose message is waited for at this moment."""
         self._demanded: dict[int, set[str]] = {}
@@ -107,8 +109,10 @@ class Conductor:
         self.calls[call.number] = call
         if training:
             self.open_calls.add(call)
+            self._training.add(call.number)
         if not self.leads:
-            self.control.post([self._leader], _TO_LEADER, {"made": call.number, "rank": self.control.rank})
+            made: dict[str, Any] = {"made": call.number, "rank": self.control.rank, "training": training}
+            self.control.post([self._leader], _TO_LEADER, made)
 
     def next_number(self) -> int:
         """Number of the next call: the same on all ranks of the pipeline."""
@@ -128,7 +132,7 @@ class Conductor:
     def gather(self, call: Call, serve_demand: Callable[[Call], None]) -> None:
         """Wait until the scripts of all ranks have made a call; meanwhile do what they wait for."""
         self._starting.add(call.number)
-        while missing := self._missing(call.number):
+        while missing := self._not_in(call):
             self._note(self._receive(_TO_LEADER, min(missing)))
             self._serve_demands(serve_demand, urgent=True)
         self._starting.discard(call.number)
@@ -136,6 +140,21 @@ class Conductor:
     def _missing(self, number: int) -> set[int]:
         """Ranks whose script has not made the call yet."""
         return self._not_made.setdefault(number, set(self._followers))
+
+    def _not_in(self, call: Call) -> set[int]:
+        """Ranks that have not made the call yet. One that evaluates where this rank trains (a validation on the main
+        process, between two steps) does that alone, and makes the call afterwards.
+        """
+        missing = self._missing(call.number)
+        if call.number in self._training and (alone := self._evaluating.pop(call.number, None)):
+            missing |= alone
+            topic, shown = f"batch {call.number}", []
+            while (body := self.control.poll(topic)) is not None:
+                shown.append(body)
+            for body in [body for body in shown if body["rank"] not in alone]:
+                self.control.post([self.control.rank], topic, body)
+            self.control.post(alone, _SCHEDULE, Announcement(run=Run.ALONE, call=call.number).to_json())
+        return missing
 
     def _serve_demands(self, serve_demand: Callable[[Call], None], *, urgent: bool) -> bool:
         """Run the calls that others read. If it is not urgent, those whose loss is to be expected wait for it: then
@@ -154,7 +173,10 @@ class Conductor:
 
     def _note(self, body: dict[str, Any]) -> None:
         if "made" in body:
-            self._missing(int(body["made"])).discard(int(body["rank"]))
+            number, rank = int(body["made"]), int(body["rank"])
+            self._missing(number).discard(rank)
+            if not body["training"]:
+                self._evaluating.setdefault(number, set()).add(rank)
         else:
             self._demanded.setdefault(int(body["demand"]), set()).update(body["wanted"])
 
@@ -171,6 +193,7 @@ class Conductor:
             while self.control.poll(f"batch {number}") is not None:
                 pass  # what was to be compared with this rank's batch
             del self._not_made[number]
+            self._evaluating.pop(number, None)
             self._demanded.pop(number, None)
             self.control.post(alone, _SCHEDULE, Announcement(run=Run.ALONE, call=number).to_json())
 
@@ -251,6 +274,8 @@ class Conductor:
         self._demanded.pop(call.number, None)
         self._wanted_now.pop(call.number, None)
         self._not_made.pop(call.number, None)
+        self._evaluating.pop(call.number, None)
+        self._training.discard(call.number)
         self.open_calls.close(call)
         self.recent.append(call)
 

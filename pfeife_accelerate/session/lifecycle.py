@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.runtime.transport import DistributedTransport
 from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
-from pfeife_accelerate.session.optimizer_state import OptimizerStates
+from pfeife_accelerate.session.optimizer_state import OptimizerStates, refuse_sums_over_all
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.call import Call
@@ -57,11 +57,15 @@ class Session:
         first = mesh.pipeline_index * mesh.pipeline_size
         self.batch_check = BatchCheck(control, first + mesh.pipeline_size - 1, mesh.pipeline_size)
         self.models: list[PipelinedModel] = []
+        self._parameter_ids: set[int] = set()
         self._meetings: Counter[str] = Counter()
+        self.num_meetings = 0
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
         self.optimizers = OptimizerStates(self)
-        control.serve("state", self._give_state)
+        control.serve("state", self._give_state, of_one_moment=True)
+        self.num_steps_under_way = 0
+        """Optimizers inside `step` (one may call another's)."""
 
     def barrier(self) -> None:
         """Wait until every rank of the launch, of all pipelines, is here; meanwhile do what the others wait for."""
@@ -82,6 +86,7 @@ class Session:
             elif not self.service(urgent=True):
                 self.conductor.send_off(missing)
                 time.sleep(_BARRIER_POLL_S)
+        self.num_meetings += 1
 
     def service(self, *, urgent: bool = False) -> bool:
         """Run what other ranks wait for; called whenever the script enters this package.
@@ -137,6 +142,7 @@ class Session:
     def add(self, model: PipelinedModel) -> None:
         """Make a model's parameters available to other ranks."""
         self.models.append(model)
+        self._parameter_ids |= {id(parameter) for parameter in model.placement.parameters.values()}
 
     def model_of(self, module: nn.Module) -> PipelinedModel | None:
         """The pipelined model behind a module that has been planned and placed."""
@@ -150,14 +156,57 @@ class Session:
             for name, parameter in model.placement.parameters.items()
         }
 
-    def hold_still(self) -> None:
-        """Before an optimizer step: nobody may read half-updated parameters."""
-        self.settle()
-        self.control.busy().__enter__()
+    def hold_still(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before an optimizer step: nobody may read half-updated parameters.
 
-    def move_on(self) -> None:
-        """After an optimizer step."""
+        Returns: the step's arguments, if other ones are to be used.
+        """
+        refuse_sums_over_all(optimizer)
+        self.settle()
+        self._hold()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+        if len(args) > 1:
+            return (args[0], self._outside_step(closure), *args[2:]), kwargs
+        return args, {**kwargs, "closure": self._outside_step(closure)}
+
+    def move_on(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After an optimizer step. A rank may step an optimizer of its own, which the others never do."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        is_shared = any(id(parameter) in self._parameter_ids for parameter in parameters)
+        if is_shared:
+            self.control.count_change()
+        self._release()
+        if is_shared:
+            self.control.advance_clock()
+
+    def _hold(self) -> None:
+        self.control.busy().__enter__()
+        self.num_steps_under_way += 1
+
+    def _release(self) -> None:
+        self.num_steps_under_way -= 1
         self.control.busy().__exit__(None, None, None)
+
+    def _outside_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A step's closure computes gradients, for which other ranks must be answered."""
+
+        def run() -> Any:
+            self._release()
+            try:
+                return closure()
+            finally:
+                self._hold()
+
+        return run
+
+    def note_change(self) -> None:
+        """Parameters have been replaced, on all ranks."""
+        with self.control.busy():
+            self.control.count_change()
         self.control.advance_clock()
 
     def _give_state(self, key: str) -> torch.Tensor | None:
@@ -203,8 +252,8 @@ def start(plugin: PfeifePlugin, device: torch.device | None = None) -> Session:
     guard.watch(lambda: session.waiting_for)
     _HOLDER.session = session
     _HOLDER.place = mesh.shape
-    register_optimizer_step_pre_hook(lambda *_: session.hold_still())
-    register_optimizer_step_post_hook(lambda *_: session.move_on())
+    register_optimizer_step_pre_hook(session.hold_still)
+    register_optimizer_step_post_hook(session.move_on)
     _LOGGER.info(
         "pipeline %d of %d, rank %d of %d", mesh.pipeline_index, mesh.num_pipelines, mesh.rank, mesh.pipeline_size
     )

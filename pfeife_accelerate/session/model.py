@@ -28,6 +28,7 @@ from pfeife_accelerate.session.buffers import as_the_first_time
 from pfeife_accelerate.session.call import Call, Progress
 from pfeife_accelerate.session.conductor import Announcement
 from pfeife_accelerate.session.descent import backward, promise
+from pfeife_accelerate.session.elsewhere import ValuesElsewhere
 from pfeife_accelerate.session.exchange import exchange_scalars, share_input_gradients, share_values
 from pfeife_accelerate.session.gradients import GradientBook
 from pfeife_accelerate.session.guess import Foresight, Guess
@@ -63,6 +64,7 @@ class PipelinedModel:
         self.plan: PipelinePlan | None = None
         self.states: dict[str, torch.Tensor]
         self.placement: Placement
+        self.elsewhere: ValuesElsewhere
         self.programs: ProgramCache
         self.gradients: GradientBook
         self._cuts: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {}
@@ -123,7 +125,8 @@ class PipelinedModel:
         self.programs = ProgramCache(plan.spec, plan.stage_ranks, mesh.rank)
         self.gradients = GradientBook(self.placement)
         self._cuts[id(call.graph)] = (call.graph, plan.slicing.cuts)
-        self.placement.apply(self.device, self.session.transport)
+        self.elsewhere = ValuesElsewhere(self)
+        self.placement.apply(self.device, self.session.transport, self.elsewhere.give_up)
         self.session.optimizers.forget_elsewhere()
         self.plan = plan
         self.session.add(self)

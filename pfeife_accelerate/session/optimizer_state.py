@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pfeife_accelerate.errors import PfeifeError
+
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
     from pfeife_accelerate.session.model import PipelinedModel
@@ -33,6 +35,7 @@ class OptimizerStates:
         index = len(self._optimizers)
         self._optimizers.append(optimizer)
         optimizer.register_state_dict_post_hook(partial(self._complete, index))
+        optimizer.register_load_state_dict_pre_hook(_without_elsewhere)
         optimizer.register_load_state_dict_post_hook(_forget_elsewhere)
 
     def forget_elsewhere(self) -> None:
@@ -44,7 +47,7 @@ class OptimizerStates:
         state = dict(state_dict["state"])
         for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
-                found = self._model_and_name(parameter) if parameter.device.type == "meta" else None
+                found = self._model_and_name(parameter) if parameter.is_meta else None
                 if found is not None:
                     entries = self._fetch(index, *found)
                     if entries:
@@ -91,5 +94,33 @@ class OptimizerStates:
 
 
 def _forget_elsewhere(optimizer: torch.optim.Optimizer) -> None:
-    for parameter in [p for p in optimizer.state if p.device.type == "meta"]:
+    for parameter in [p for p in optimizer.state if p.is_meta]:
         del optimizer.state[parameter]
+
+
+def _without_elsewhere(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Before loading: torch would move the state of all parameters to the device."""
+    state = dict(state_dict["state"])
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch compares them
+        for parameter, number in zip(group["params"], saved["params"], strict=False):
+            if parameter.is_meta:
+                state.pop(number, None)
+    return {**state_dict, "state": state}
+
+
+# Beside torch's own: optimizers that add up over all parameters inside `step`, by the beginning of their name.
+_SUMS_OVER_ALL = ("Prodigy", "DAdapt", "SAM", "GSAM", "ASAM", "LBFGS", "FullBatchLBFGS")
+
+
+def refuse_sums_over_all(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for optimizers whose step for one parameter depends on all of them, if some live on other ranks."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    found = next((name for name in names if name.startswith(_SUMS_OVER_ALL)), None)
+    if found is None or not any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+        return
+    raise PfeifeError(
+        id="PF528",
+        what=f"the optimizer {found} cannot train a pipelined model",
+        why="its step for one parameter depends on the gradients of all, and each rank has those of its own stages",
+        hints=("use an optimizer that treats each parameter by itself: SGD, Adam, AdamW, Adafactor, Lion, ...",),
+    )

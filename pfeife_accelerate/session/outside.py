@@ -6,6 +6,7 @@ sends the gradients to the others, and every rank continues the backward pass fr
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,13 +20,25 @@ _TAG = (1 << 27) + (1 << 20)
 
 
 class OutsideTensors:
-    """The trainable constants of one loss expression; the same ones, in the same order, on every rank."""
+    """The trainable constants of one loss expression; the same ones, in the same order, on every rank.
+
+    A model's own parameter may be among them, used by the script's loss: then every rank that holds it keeps the
+    gradient, and the others have nothing to continue through.
+    """
 
     def __init__(self, expression: Expression) -> None:
+        self._expression = expression
         self._trainable = [c for c in expression.constants if c.requires_grad]
-        self._stand_ins = {id(c): c.detach().requires_grad_() for c in self._trainable}
-        self.constants = [self._stand_ins.get(id(c), c) for c in expression.constants]
+
+    @cached_property
+    def _stand_ins(self) -> dict[int, torch.Tensor]:
+        return {id(c): c.detach().requires_grad_() for c in self._trainable}
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
         """The expression's constants, to compute the loss from on the rank that does."""
+        given = self._expression.constants
+        return [c.detach() if c.is_meta and not c.requires_grad else self._stand_ins.get(id(c), c) for c in given]
 
     def go_back(self, session: Session) -> None:
         """Once the loss rank has differentiated the loss: finish the backward pass through the real tensors."""
@@ -34,7 +47,9 @@ class OutsideTensors:
         leader = session.mesh.pipeline_size - 1
         gradients = [self._gradient(session, i, leader) for i in range(len(self._trainable))]
         session.transport.flush()
-        torch.autograd.backward(self._trainable, gradients)
+        here = [(t, g) for t, g in zip(self._trainable, gradients, strict=True) if not t.is_meta]
+        if here:
+            torch.autograd.backward([tensor for tensor, _ in here], [gradient for _, gradient in here])
 
     def _gradient(self, session: Session, index: int, leader: int) -> torch.Tensor:
         tensor, transport = self._trainable[index], session.transport

@@ -1,12 +1,12 @@
 """Which rank holds which parameter, and giving up the memory of the others.
 
 A parameter lives on the ranks whose stages read it: one, or several if it is tied across stages. Elsewhere the same
-Python object becomes a meta tensor, so that misuse raises. A parameter that no stage reads stays on every rank.
+Python object becomes one without memory (`capture.elsewhere`). A parameter that no stage reads stays on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -45,15 +45,17 @@ class Placement:
         """Whether this rank is the one that counts the parameter in sums over the model."""
         return self.owner(name) == self.rank
 
-    def apply(self, device: torch.device, transport: AbstractTransport) -> None:
-        """Move own parameters and all buffers to the device, free the others, make tied copies equal."""
+    def apply(
+        self, device: torch.device, transport: AbstractTransport, give_up: Callable[[str, nn.Parameter], None]
+    ) -> None:
+        """Move own parameters and all buffers to the device, give up the others, make tied copies equal."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if name in self.own:
                     if parameter.device != device:
                         parameter.data = parameter.data.to(device)
                 else:
-                    _to_meta(parameter)
+                    give_up(name, parameter)
             for buffer in self.buffers.values():
                 if buffer.device != device:
                     buffer.data = buffer.data.to(device)
@@ -123,12 +125,3 @@ class Placement:
 
 def _tag(parameters: Mapping[str, torch.Tensor], name: str) -> int:
     return list(parameters).index(name)
-
-
-def _to_meta(parameter: nn.Parameter) -> None:
-    """Free a parameter's memory and keep its Python object: names, groups and `requires_grad` stay as they are."""
-    if parameter.device.type == "meta":
-        return
-    parameter.grad = None
-    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, empty)

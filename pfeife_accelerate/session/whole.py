@@ -22,7 +22,7 @@ _TENSORS_PER_REQUEST = 32
 
 
 def fetch_states(model: PipelinedModel, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that this rank does not hold, on the CPU, by canonical name."""
+    """The owners' parameters and buffers, on the CPU, by canonical name."""
     session = model.session
     first = session.mesh.pipeline_index * session.mesh.pipeline_size
     by_owner: dict[int, list[str]] = {}
@@ -88,10 +88,13 @@ class WholeState:
 
     def _enter(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._depth = self._depth + 1 if prefix else 1  # an inner module has a prefix
+        if self.model.plan is not None:
+            self.model.elsewhere.reads_later = True
 
     def _leave(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
         self._depth -= 1
         if self._depth == 0 and self.model.plan is not None:
+            self.model.elsewhere.reads_later = False
             self._complete(module, state_dict, prefix)
 
     def _complete(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
@@ -102,7 +105,7 @@ class WholeState:
                 name = canonical.get(id(tensor))
                 if key in state_dict and name is not None and is_elsewhere(self.model, name):
                     wanted[key] = name
-        found = fetch_states(self.model, wanted.values())
+        found = self.model.elsewhere.values(wanted.values())
         for key, name in wanted.items():
             state_dict[key] = found[name]
 
@@ -123,7 +126,7 @@ class WholeState:
     def _loaded(self, module: nn.Module, incompatible_keys: object) -> None:
         if module is self._loading:
             self._loading = None
-            self.model.session.control.advance_clock()
+            self.model.session.note_change()
 
 
 @contextmanager
@@ -137,7 +140,7 @@ def whole_module(model: PipelinedModel) -> Iterator[nn.Module]:
     elsewhere = [name for name in model.states if is_elsewhere(model, name)]
     found = {
         name: _like(model.states[name], tensor.to(model.device))
-        for name, tensor in fetch_states(model, elsewhere).items()
+        for name, tensor in model.elsewhere.values(elsewhere).items()
     }
     replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
     try:

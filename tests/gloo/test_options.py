@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 model = accelerator.prepare(Net())
 accelerator.backward(model(torch.randn(8, width)).square().mean())
-held = [name for name, p in model.named_parameters() if p.device.type != "meta"]
+held = [name for name, p in model.named_parameters() if not p.is_meta]
 print(f"held {held}\\n", end="", flush=True)  # one write: ranks share a pipe
 from pfeife_accelerate import session
 spec = session.current().models[0].plan.spec

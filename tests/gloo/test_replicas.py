@@ -56,7 +56,7 @@ model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
     model, optimizer, loader, eval_loader, scheduler)
 
 def gradients():
-    held = ((name.removeprefix("module."), p.grad) for name, p in model.named_parameters())
+    held = ((name.removeprefix("module."), p.grad) for name, p in model.named_parameters() if not p.is_meta)
     return {name: grad.norm().item() for name, grad in held if grad is not None}
 
 for epoch in range(3):

@@ -39,7 +39,7 @@ for step in range(first, 8):
         accelerator.print("loss", repr(loss.item()), scheduler.get_last_lr()[0], flush=True)
     if mode == "save" and step == 3:
         accelerator.save_state(folder)
-own = [p for p in model.parameters() if p.device.type != "meta"]
+own = [p for p in model.parameters() if not p.is_meta]
 assert set(optimizer.optimizer.state) == set(own)
 """
 

@@ -155,6 +155,29 @@ def test_a_request_waits_for_the_clock_without_blocking_others(planes):
     assert later() == 2
 
 
+def test_what_is_of_one_moment_is_given_to_ranks_at_that_moment(planes):
+    value = {"0/x": torch.tensor(0)}
+    planes[1].serve("state", value.get, of_one_moment=True)
+
+    def change(rank: int) -> None:
+        with planes[rank].busy():
+            planes[rank].count_change()
+            if rank == 1:
+                value["0/x"] = value["0/x"] + 1
+        planes[rank].advance_clock()
+
+    assert planes[0].fetch(1, "state", "0/x") == 0
+    change(1)
+    with pytest.raises(PfeifeError, match="PF414 'x' was asked for too late: rank 1 has changed it meanwhile"):
+        planes[0].fetch(1, "state", "0/x")
+    change(0)
+    assert planes[0].fetch(1, "state", "0/x") == planes[1].fetch(1, "state", "0/x") == 1
+    change(0)
+    later = in_thread(lambda: planes[0].fetch(1, "state", "0/x"))
+    change(1)
+    assert later() == 2
+
+
 def test_a_request_too_late_says_so_and_the_next_one_works(planes):
     planes[1].serve("parameters", TENSORS.get)
     with pytest.raises(PfeifeError, match=r"PF411 rank 1 did not give parameters as of tick 7 within 0.05 s"):

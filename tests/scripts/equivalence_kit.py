@@ -114,7 +114,8 @@ class Training:
 
     def record_gradients(self) -> None:
         """Each rank records those of its own parameters."""
-        found = {n: p.grad.detach().clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        own = {n: p for n, p in self.model.named_parameters() if not p.is_meta}
+        found = {n: p.grad.detach().clone() for n, p in own.items() if p.grad is not None}
         self.run.record("gradients", found)
 
     def update(self, loss: Any = None) -> None:
