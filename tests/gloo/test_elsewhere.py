@@ -124,6 +124,7 @@ for _ in range(3):
 
 ids, _ = batch()
 before = [q.detach().clone() for q in twin.parameters()]
+accelerator.wait_for_everyone()  # a change by hand is seen by a rank that is still reading
 for mine, wanted in emas.values():
     if main:  # the others go on to the next step
         mine.store(model.parameters())
@@ -144,6 +145,7 @@ for mine, wanted in emas.values():
 for _ in range(2):
     step()
 same_parameters("at the end")
+accelerator.wait_for_everyone()
 # The averaged parameters into the model, on all ranks: each keeps its own part.
 for number, net in enumerate((model, twin)):
     emas["plain"][number].copy_to(net.parameters())
