@@ -122,6 +122,16 @@ for _ in range(3):
         for a, b in zip(mine.shadow_params, wanted.shadow_params):
             same(a, b, name)
 
+from pfeife_accelerate import session
+control, requests = session.current().control, []
+control.fetch_many = lambda *a, **k: requests.append(len(a[2])) or type(control).fetch_many(control, *a, **k)
+for p in model.parameters():
+    p.sum()
+del control.fetch_many
+assert sum(requests) == sum(p.is_meta for p in model.parameters())
+owners = {p.place.source.rank_of(p.place.name) for p in model.parameters() if p.is_meta}
+assert len(requests) <= 2 * len(owners), requests
+
 ids, _ = batch()
 before = [q.detach().clone() for q in twin.parameters()]
 accelerator.wait_for_everyone()  # a change by hand is seen by a rank that is still reading
