@@ -122,8 +122,19 @@ for _ in range(3):
         for a, b in zip(mine.shadow_params, wanted.shadow_params):
             same(a, b, name)
 
+from pfeife_accelerate import session
+control, requests = session.current().control, []
+control.fetch_many = lambda *a, **k: requests.append(len(a[2])) or type(control).fetch_many(control, *a, **k)
+for p in model.parameters():
+    p.sum()
+del control.fetch_many
+assert sum(requests) == sum(p.is_meta for p in model.parameters())
+owners = {p.place.source.rank_of(p.place.name) for p in model.parameters() if p.is_meta}
+assert len(requests) <= 2 * len(owners), requests
+
 ids, _ = batch()
 before = [q.detach().clone() for q in twin.parameters()]
+accelerator.wait_for_everyone()  # a change by hand is seen by a rank that is still reading
 for mine, wanted in emas.values():
     if main:  # the others go on to the next step
         mine.store(model.parameters())
@@ -144,6 +155,7 @@ for mine, wanted in emas.values():
 for _ in range(2):
     step()
 same_parameters("at the end")
+accelerator.wait_for_everyone()
 # The averaged parameters into the model, on all ranks: each keeps its own part.
 for number, net in enumerate((model, twin)):
     emas["plain"][number].copy_to(net.parameters())
