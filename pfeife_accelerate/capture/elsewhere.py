@@ -12,6 +12,7 @@ from torch import nn
 
 from pfeife_accelerate.capture.elsewhere_calls import answer, set_data, unreadable
 from pfeife_accelerate.capture.elsewhere_place import Place, Role, Stub, meta_like
+from pfeife_accelerate.capture.script import script_line
 
 
 class ParameterElsewhere(Stub, nn.Parameter):  # type: ignore[misc]
@@ -57,6 +58,8 @@ class ParameterElsewhere(Stub, nn.Parameter):  # type: ignore[misc]
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         self.place.has_gradient = value is not None
+        if value is not self.place.gradient:
+            self.place.replaced_by = f"`p.grad = ...`, {script_line()}"
 
     @grad.deleter
     def grad(self) -> None:
@@ -105,32 +108,43 @@ class DataElsewhere(Stub, torch.Tensor):  # type: ignore[misc]
 
 
 class GradientElsewhere(Stub, torch.Tensor):  # type: ignore[misc]
-    """The gradient of a parameter elsewhere: can be edited, which does nothing, and not read."""
+    """The gradient of a parameter elsewhere: edits are counted, which the owner makes to its own; reads fetch."""
 
     role = Role.GRADIENT
+    counts_edits = True
+    """Whether an edit on the owner is seen there: through `.data` it is not."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from metadata, or refuse."""
+        """Answer from metadata, read, or count a change."""
         return answer(func, types, tuple(args), dict(kwargs or {}))
+
+    def value(self) -> torch.Tensor:
+        """The gradient's value now, a copy."""
+        if self.place.replaced_by is not None:
+            raise unreadable(self)
+        return self.place.source.gradient(self.place.name, self.place.edits)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Itself: edits of it do nothing either."""
-        return self
+        """The same, for edits that autograd does not see."""
+        data = meta_like(self).as_subclass(GradientElsewhere)
+        data.place, data.counts_edits = self.place, False
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        pass  # an edit, which the owner makes
+        if not (isinstance(value, Stub) and value.place is self.place):
+            self.place.replaced_by = f"`grad.data = ...`, {script_line()}"
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<gradient of {self.place.name!r}, on rank {self.place.source.rank_of(self.place.name)}>"
+        return repr(self.value())
 
     def __format__(self, spec: str) -> str:
-        return repr(self)
+        return format(self.value(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise unreadable("copy.deepcopy", self)
+        return memo.setdefault(id(self), self.value())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise unreadable("pickle", self)
+        return self.value().__reduce_ex__(protocol)

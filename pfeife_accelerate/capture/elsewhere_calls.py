@@ -1,8 +1,8 @@
 """Torch functions called on stubs of parameters elsewhere: answered from metadata, read, or noted as a change.
 
 Models: any function reads the value from the owner; what changes it in place changes what this rank sees of it, since
-the same line runs on the owner for the owner's own copy. A gradient accepts changes, which the owner makes, and cannot
-be read.
+the same line runs on the owner for the owner's own copy. Changes of a gradient are counted: a read is answered by the
+owner if its script has made as many.
 Ignores: writes into a view (`p[0].zero_()`), which stay in the fetched copy.
 """
 
@@ -50,7 +50,7 @@ _REPEATABLE = _words(
     tril_ triu_ floor_ ceil_ round_ trunc_ sign_ __setitem__"""
 )
 _CONVERSIONS = _words("to cpu cuda float half bfloat16 double type")
-_MOVES = _CONVERSIONS | {"contiguous", "detach"}
+_SAME_GRADIENT = frozenset(("contiguous", "detach", "detach_"))
 
 
 def answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,7 +85,10 @@ def answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             raise _not_differentiable(name)
         case _ if name == "grad":
             raise _not_differentiable(name)
-    if _is_gradient(target) and name in _MOVES:
+    if _is_gradient(target) and name in _SAME_GRADIENT:
+        return target
+    is_kept = _is_gradient(target) and name in _CONVERSIONS
+    if is_kept and (is_converting_a_module() or _keeps_form(func, target, args[1:], kwargs)):
         return target
     if name in _CONVERSIONS and _has_value(target) and is_converting_a_module():
         return _converted(func, target, args[1:], kwargs)
@@ -121,12 +124,10 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values: dict[int, torch.Tensor] = {}
 
     def value(item: Any) -> Any:
-        if _is_gradient(item):
-            raise unreadable(known.name_of(func), item)
-        if not _has_value(item):
+        if not isinstance(item, Stub):
             return item
         if id(item) not in values:
-            values[id(item)] = item.value() if item.role is Role.DATA else _leaf(item)
+            values[id(item)] = _leaf(item) if item.role is Role.PARAMETER else item.value()
         return values[id(item)]
 
     return func(*mapped(args, value), **mapped(kwargs, value))
@@ -137,7 +138,7 @@ def _leaf(parameter: Any) -> torch.Tensor:
 
     def drop(leaf: torch.Tensor) -> None:
         leaf.grad = None
-        place.has_gradient = True
+        place.has_gradient, place.replaced_by = True, "the gradient of a term computed from the parameter itself"
 
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and parameter.requires_grad:
         value.requires_grad_().register_post_accumulate_grad_hook(drop)
@@ -160,8 +161,11 @@ def _change(func: Any, name: str, target: Any, args: tuple[Any, ...], kwargs: di
     kwargs = {key: value for key, value in kwargs.items() if value is not target}
     place: Place = target.place
     if target.role is Role.GRADIENT:
+        place.edits += name != "detach_"
         if name == "zero_":
             place.has_gradient = False
+        elif not target.counts_edits:
+            place.replaced_by = f"`grad.data.{name}`, {script_line()}"
         return target
     is_init = getattr(func, "__module__", None) == "torch.nn.init"
     if target.requires_grad and torch.is_grad_enabled() and not is_init:
@@ -242,6 +246,12 @@ def _set_form(target: Any, value: torch.Tensor) -> None:
             torch.Tensor.data.__set__(target, form)  # type: ignore[attr-defined]
 
 
+def _keeps_form(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a conversion would give the tensor itself."""
+    probe = torch.empty(0, dtype=target.dtype, device=target.device)
+    return func(probe, *args, **kwargs) is probe
+
+
 def _converted(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `module.half()` puts in the place of a parameter's data: the owner converts its own."""
     form = func(torch.empty(0, dtype=target.dtype, device=target.device), *args, **kwargs)
@@ -253,19 +263,16 @@ def _converted(func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, 
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
-def unreadable(function: str, gradient: Stub) -> PfeifeError:
-    """The error for whoever wants to know a gradient's value."""
+def unreadable(gradient: Stub) -> PfeifeError:
+    """The error for whoever wants to know a gradient's value after a change that only its owner knows."""
     place = gradient.place
-    rank = place.source.rank_of(place.name)
     return PfeifeError(
         id="PF525",
-        what=f"`{function}` reads the gradient of {place.name!r}, which lives on rank {rank}",
+        what=f"the gradient of {place.name!r}, which lives on rank {place.source.rank_of(place.name)}, is read after "
+        f"a change that is known there alone: {place.replaced_by}",
         where=script_line(),
-        why="each rank has the gradients of its own stages' parameters; it may change the others' in place, not read",
-        hints=(
-            'accelerator.clip_grad_norm_(model.parameters(), float("inf")) gives the norm over the whole model',
-            "look at p.grad where not p.is_meta, and add up over the ranks",
-        ),
+        why="each rank has the gradients of its own stages' parameters",
+        hints=("read it before the change", "change it in place: p.grad.mul_(factor)"),
     )
 
 

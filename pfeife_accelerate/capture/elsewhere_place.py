@@ -38,19 +38,30 @@ class Source(Protocol):
         `repeatable`: made twice, it leaves what it leaves when made once.
         """
 
+    def gradient(self, name: str, edits: int) -> torch.Tensor:
+        """A copy of the gradient of the last backward, after so many changes in place by the script."""
+
     def rank_of(self, name: str) -> int:
         """The rank of the launch that owns the parameter."""
 
 
 @dataclass(eq=False)
 class Place:
-    """Which parameter elsewhere a stub stands for, and whether it has a gradient."""
+    """Which parameter elsewhere a stub stands for, and what the script has done with its gradient."""
 
     name: str
     source: Source
     has_gradient: bool = False
     gradient: Any = None
-    """The placeholder for it, once somebody has looked."""
+    """The stub of it, once somebody has looked."""
+    edits: int = 0
+    """How often the script has changed the gradient in place since the last backward."""
+    replaced_by: str | None = None
+    """A change that only the owner knows the result of."""
+
+    def note_backward(self) -> None:
+        """There is a new gradient."""
+        self.has_gradient, self.edits, self.replaced_by = True, 0, None
 
 
 class Role(Enum):

@@ -32,6 +32,7 @@ def clip_grad_norm_(
     counts = {} if running is None else running.parameters_counted_here()
     if running is None or not any(id(p) in counts for p in everything):
         return original(everything, max_norm, norm_type, error_if_nonfinite, foreach)
+    session.count_gradient_edit(everything)
     everything = [p for p in everything if not p.is_meta]
     elsewhere = running.mesh.rank != 0  # what is no part of a pipeline is the same on every rank: rank 0 counts it
     grads = [p.grad for p in everything if p.grad is not None and counts.get(id(p), not elsewhere)]

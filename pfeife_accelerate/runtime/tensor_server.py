@@ -71,6 +71,8 @@ class TensorServer:
                 try:
                     tensor = provider(key)
                     copy = None if tensor is None else _copy_to_cpu(tensor)
+                except PfeifeError:
+                    raise
                 except Exception as error:  # Whatever it is, it belongs to the rank that asked.
                     raise PfeifeError(
                         id="PF410",

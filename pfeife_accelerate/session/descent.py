@@ -71,9 +71,11 @@ class _Descent:
         if len(self.direct) == 1 and self.gradient is None:
             self.direct[0].resolver.foresight.learn(self.expression, was_wrong=bool(wrong))
         for model in {id(call.resolver): call.resolver for call in self.calls}.values():
-            model.elsewhere.note_backward()
             if model.synchronises and self.session.synchronises():
                 model.gradients.synchronise(self.session)
+            model.own_gradients.note_backward()
+            model.elsewhere.note_backward()
+        self.session.control.advance_clock()  # what others ask for from here on waits for it
 
     def _follow(self) -> None:
         for call in self.calls:

@@ -42,6 +42,13 @@ class _Local:
     """The change after which only the owner knows the value."""
 
 
+def count_gradient_edit(parameters: Iterable[torch.Tensor]) -> None:
+    """All owners change their gradients once, by a function that is not called on the others' stubs."""
+    for parameter in parameters:
+        if isinstance(parameter, ParameterElsewhere):
+            parameter.place.edits += 1
+
+
 class ValuesElsewhere:
     """The `Source` of one model's parameters elsewhere."""
 
@@ -81,7 +88,7 @@ class ValuesElsewhere:
         with disable_torch_function():
             for parameter in self._parameters.values():
                 if parameter.requires_grad:
-                    parameter.place.has_gradient = True
+                    parameter.place.note_backward()
 
     def rank_of(self, name: str) -> int:
         """The rank of the launch that owns the parameter."""
@@ -100,6 +107,14 @@ class ValuesElsewhere:
             for edit in [] if local is None else local.edits:
                 edit(value)
             return value
+
+    def gradient(self, name: str, edits: int) -> torch.Tensor:
+        """A copy of the gradient on the device, from its owner."""
+        session = self.model.session
+        key = f"{session.models.index(self.model)}/{name}/{edits}"
+        with torch.inference_mode(False), torch.no_grad():
+            value = session.control.fetch(self.rank_of(name), "gradient", key, clock=session.control.clock)
+            return value.to(self.device, self._parameters[name].dtype)
 
     def values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Parameters and buffers elsewhere, in as few requests as possible; not all on the device."""

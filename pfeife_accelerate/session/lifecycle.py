@@ -64,6 +64,7 @@ class Session:
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
         self.optimizers = OptimizerStates(self)
         control.serve("state", self._give_state, of_one_moment=True)
+        control.serve("gradient", self._give_gradient)
         self.num_steps_under_way = 0
         """Optimizers inside `step` (one may call another's)."""
 
@@ -208,6 +209,10 @@ class Session:
         with self.control.busy():
             self.control.count_change()
         self.control.advance_clock()
+
+    def _give_gradient(self, key: str) -> torch.Tensor:
+        index, _, name_and_edits = key.partition("/")
+        return self.models[int(index)].own_gradients.give(name_and_edits)
 
     def _give_state(self, key: str) -> torch.Tensor | None:
         index, _, name = key.partition("/")

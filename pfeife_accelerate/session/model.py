@@ -35,6 +35,7 @@ from pfeife_accelerate.session.guess import Foresight, Guess
 from pfeife_accelerate.session.loss_choice import LossChooser
 from pfeife_accelerate.session.losses import MicrobatchLoss
 from pfeife_accelerate.session.outputs import deferred_outputs, output_values, refuse_loss_of_inputs
+from pfeife_accelerate.session.own_gradients import OwnGradients
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
@@ -67,6 +68,7 @@ class PipelinedModel:
         self.elsewhere: ValuesElsewhere
         self.programs: ProgramCache
         self.gradients: GradientBook
+        self.own_gradients: OwnGradients
         self._cuts: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {}
 
     # -------------------------------------------------------------------------------------------- the script's calls
@@ -124,6 +126,7 @@ class PipelinedModel:
         self.placement = Placement(plan, self.states, mesh.rank)
         self.programs = ProgramCache(plan.spec, plan.stage_ranks, mesh.rank)
         self.gradients = GradientBook(self.placement)
+        self.own_gradients = OwnGradients(self.placement)
         self._cuts[id(call.graph)] = (call.graph, plan.slicing.cuts)
         self.elsewhere = ValuesElsewhere(self)
         self.placement.apply(self.device, self.session.transport, self.elsewhere.give_up)
@@ -321,6 +324,7 @@ class PipelinedModel:
         call.seed = announcement.seed
         if run is not Run.BACKWARD:
             call.begin(announcement.request, announcement.guess)
+            self.own_gradients.forget()
             call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
             call.loss_values = announcement.loss_values
             call.state = StepState(number)

@@ -26,6 +26,7 @@ class Owner:
         self.values = values
         self.reads: list[str] = []
         self.edits: list[tuple[str, bool]] = []
+        self.asked: list[int] = []
         self.hides_gradients = False
         self.reads_later = False
 
@@ -40,6 +41,10 @@ class Owner:
         self.edits.append((what.split("`")[1], repeatable))
         if edit is not None:
             edit(self.values[name])
+
+    def gradient(self, name: str, edits: int) -> torch.Tensor:
+        self.asked.append(edits)
+        return torch.full((2, 3), 0.5)
 
     def rank_of(self, name: str) -> int:
         return 3
@@ -184,18 +189,48 @@ READS = [
 ]  # fmt: skip
 
 
-def test_a_gradient_elsewhere_can_be_edited_and_not_read(parameter, owner):
-    parameter.place.has_gradient = True
-    gradient = parameter.grad
+def test_a_gradient_elsewhere_is_read_from_its_owner(parameter, owner):
+    parameter.place.note_backward()
+    gradient, own = parameter.grad, torch.full((2, 3), 0.5)
     assert gradient is parameter.grad and gradient.is_meta and gradient.shape == (2, 3) and gradient.grad_fn is None
-    assert repr(gradient) == f"{gradient}" == "<gradient of 'weight', on rank 3>"
-    for edit in EDITS:
-        edit(gradient)
+    assert repr(gradient) == repr(own)
     for read in READS:
-        with pytest.raises(PfeifeError, match=r"PF525 .* reads the gradient of 'weight', which lives on rank 3"):
-            read(gradient)
-    parameter.data.add_(gradient, alpha=-0.1)
+        assert repr(read(gradient)) == repr(read(own.clone()))
+    assert set(owner.asked) == {0} and owner.reads == []
+
+
+def test_edits_of_a_gradient_elsewhere_are_counted(parameter, owner):
+    for number, edit in enumerate(EDITS):
+        parameter.place.note_backward()
+        edit(parameter.grad)
+        edit(parameter.grad)
+        if parameter.place.replaced_by is None and parameter.grad is not None:
+            assert torch.equal(parameter.grad.clone(), torch.full((2, 3), 0.5))
+            versions = torch.ones(2, 3)
+            before = versions._version
+            edit(versions)
+            edit(versions)
+            assert owner.asked[-1] == versions._version - before, number
+    parameter.place.note_backward()
+    parameter.data.add_(parameter.grad, alpha=-0.1)
     assert owner.edits == [("add_", False)] and owner.reads == []
+
+
+def test_what_only_the_owner_knows_of_a_gradient_is_refused(parameter):
+    def replace(p):
+        p.grad = torch.ones(2, 3)
+
+    def set_data(p):
+        p.grad.data = torch.ones(2, 3)
+
+    for change in (replace, set_data, lambda p: p.grad.data.mul_(2)):
+        parameter.place.note_backward()
+        change(parameter)
+        for read in READS:
+            with pytest.raises(
+                PfeifeError, match=r"PF525 the gradient of 'weight', which lives on rank 3, is read after"
+            ):
+                read(parameter.grad)
     for function in (lambda: torch.autograd.grad(parameter.sum(), parameter), lambda: parameter.backward()):
         with pytest.raises(PfeifeError, match="PF526"):
             function()

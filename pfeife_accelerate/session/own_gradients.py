@@ -1,0 +1,48 @@
+"""The own parameters' gradients as the last backward left them, for other ranks whose scripts read them.
+
+Models: a reader at the same line of the script, which may come when this rank has stepped its optimizer and dropped its
+gradients already. Whether both have changed a gradient equally often is told by the tensor's version.
+Ignores: changes through `.data`, which leave no trace; a reader that made one does not ask.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.session.placement import Placement
+
+
+class OwnGradients:
+    """One model's gradients on one rank, until the next forward."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._given: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def note_backward(self) -> None:
+        """Gradients are whole."""
+        grads = {name: p.grad for name, p in self._placement.placed.items()}
+        self._given = {name: (grad, grad._version) for name, grad in grads.items() if grad is not None}
+
+    def forget(self) -> None:
+        """The model runs: every rank's script has gone past the lines where it might read them."""
+        self._given.clear()
+
+    def give(self, key: str) -> torch.Tensor:
+        """The gradient of a parameter after a number of changes: `name/edits`. Zero if the loss did not reach it.
+
+        Raises: PfeifeError PF541 if the tensor has been changed more often or less.
+        """
+        name, _, edits = key.rpartition("/")
+        if name not in self._given:
+            return torch.zeros_like(self._placement.placed[name])
+        gradient, version = self._given[name]
+        if gradient._version - version != int(edits):
+            raise PfeifeError(
+                id="PF541",
+                what=f"the gradient of {name!r} was asked for at another moment than that of the rank that has it",
+                why="gradients are changed on each rank without waiting for the others",
+                hints=("read all gradients before the script changes any",),
+            )
+        return gradient
