@@ -340,6 +340,29 @@ def test_a_logger_in_forward_does_not_break_the_graph():
     assert len(_capture(Talking(), torch.randn(4, 6)).graph.ops) == 1
 
 
+def test_a_value_made_in_forward_may_be_said_to_require_gradients():
+    """T5 and wav2vec do so for reentrant checkpointing, where some input must require them."""
+
+    class Saying(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.on = nn.Linear(6, 6), on
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            if self.on:
+                y.requires_grad = True
+                return _reentrant(self.a, y)
+            return self.a(y)
+
+    plain, repeated = _both(Saying, torch.randn(4, 6))
+    loss, wanted, _ = _gradients(*plain)
+    found_loss, found, _ = _gradients(*repeated)
+    assert torch.equal(found_loss, loss)
+    _assert_equal(found, wanted, 0)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Libraries' own switches
 # ----------------------------------------------------------------------------------------------------------------------
