@@ -23,8 +23,8 @@ from pfeife_accelerate.ir.seeds import derived_seed
 __all__ = ["draws_random", "own_generators", "with_own_numbers"]
 
 _RANDOM_NAMES: Final = re.compile(
-    r"dropout|bernoulli|^rand|^normal$|multinomial|normal_|uniform_|exponential_|cauchy_|geometric_|^random_|poisson"
-    r"|binomial|rrelu|gumbel|fractional_max_pool|multi_head_attention_forward"
+    r"dropout|bernoulli|^rand|^normal$|multinomial|normal_|uniform_|exponential_|cauchy_|geometric_|^random_|^poisson$"
+    r"|^binomial$|rrelu|gumbel|fractional_max_pool|multi_head_attention_forward"
 )
 _OPERATORS: Final = "torch._ops."
 _OWN_OPERATORS: Final = frozenset({"aten", "prim", "prims", "higher_order", "quantized", "torchvision"})
