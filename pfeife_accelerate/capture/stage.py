@@ -52,12 +52,15 @@ def _runs(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> list[_Run]:
     found, begin = [], 0
     for region, members in groupby(nodes, key=region_of):
         run = list(members)
-        later = {s for i, target in changed if i >= begin for s in _storages(target)}
-        outside = dict.fromkeys(read for node in run for read in inputs_of(node) if read not in set(run))
-        touched = [read for read in outside if read in statistics or later.intersection(_storages(read))]
-        buffers = [read for read in touched if _is_buffer(graph, read)]
-        if any(read not in buffers and later.intersection(_storages(read)) for read in touched):
-            region = None
+        buffers: list[fx.Node] = []
+        if region is not None:
+            own = set(run)
+            later = {s for i, target in changed if i >= begin for s in _storages(target)}
+            outside = dict.fromkeys(read for node in run for read in inputs_of(node) if read not in own)
+            touched = [read for read in outside if read in statistics or later.intersection(_storages(read))]
+            buffers = [read for read in touched if _is_buffer(graph, read)]
+            if any(read not in buffers and later.intersection(_storages(read)) for read in touched):
+                region = None
         found.append(_Run(region=region, nodes=run, buffers=frozenset(buffers)))
         begin += len(run)
     return found
