@@ -2,7 +2,7 @@
 
 Models: what an operation draws follows from the seed it is given and its number among the random operations of the
 graph, so neither the cut, nor the order of the stages, nor a repetition changes it; the script's generators stay as
-they were. Ignores: operations that are given a generator by the model.
+they were. Ignores: operations that are given a generator by the model; what a custom backward draws.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ from pfeife_accelerate.ir.seeds import derived_seed
 __all__ = ["draws_random", "own_generators", "with_own_numbers"]
 
 _RANDOM_NAMES: Final = re.compile(
-    r"dropout|bernoulli|^rand|^normal$|multinomial|normal_|uniform_|exponential_|cauchy_|geometric_|^random_|poisson"
-    r"|binomial|rrelu|gumbel|fractional_max_pool|multi_head_attention_forward"
+    r"dropout|bernoulli|^rand|^normal$|multinomial|normal_|uniform_|exponential_|cauchy_|geometric_|^random_|^poisson$"
+    r"|^binomial$|rrelu|gumbel|fractional_max_pool|multi_head_attention_forward"
 )
+_OPERATORS: Final = "torch._ops."
+_OWN_OPERATORS: Final = frozenset({"aten", "prim", "prims", "higher_order", "quantized", "torchvision"})
 _DRAWING: Final = threading.Lock()
 """The default generators belong to the process: ranks that are threads take turns."""
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Whether the operation consumes random numbers; a dropout that is switched off does not."""
+    """Whether the operation may consume random numbers; a dropout that is switched off does not.
+
+    What an operator of another library does is unknown: it may. A function with its own backward does what its graph
+    does.
+    """
     if node.op not in ("call_function", "call_method"):
         return False
+    if _is_foreign(node) or any(draws_random(inner) for body in _bodies(node) for inner in body.graph.nodes):
+        return True
     name = target_name(node)
     if "scaled_dot_product" in name:
         return _argument(node, "dropout_p", 4, default=0.0) != 0.0
@@ -48,6 +56,21 @@ def draws_random(node: fx.Node) -> bool:
         training = _argument(node, "train" if "train" in node.kwargs else "training", 2, default=True)
         return training is not False and probability != 0.0
     return True
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    module = getattr(node.target, "__module__", None) or ""
+    return module.startswith(_OPERATORS) and module.removeprefix(_OPERATORS) not in _OWN_OPERATORS
+
+
+def _bodies(node: fx.Node) -> Iterator[fx.GraphModule]:
+    """Graphs that the operation is given as arguments."""
+    owner = node.graph.owning_module
+    for read in node.all_input_nodes:
+        if read.op == "get_attr" and owner is not None:
+            held = operator.attrgetter(str(read.target))(owner)
+            if isinstance(held, fx.GraphModule):
+                yield held
 
 
 def _argument(node: fx.Node, name: str, position: int, default: Any = None) -> Any:
@@ -68,7 +91,7 @@ def with_own_numbers(node: fx.Node, number: int) -> Callable[..., Any]:
         with _DRAWING, own_generators(derived_seed(seed, number), device):
             return target(*args, **kwargs)
 
-    draw.__name__ = draw.__qualname__ = f"{target_name(node)}_with_numbers_{number}"
+    draw.__name__ = draw.__qualname__ = f"{target_name(node).replace('.', '_')}_with_numbers_{number}"
     return draw
 
 

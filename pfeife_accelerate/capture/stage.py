@@ -2,16 +2,16 @@
 
 Random operations draw from generator states of their own. Operations of a region that the model wants computed again in
 the backward pass run under `torch.utils.checkpoint`, so that nothing inside it is kept.
-Ignores: regions that change a tensor from outside, or whose inputs are changed after them, since computing those again
-would give something else: they run once, and keep what they need.
+Ignores: regions that change a value from outside, or whose inputs are changed after them, since computing those again
+would give something else: they run once, and keep what they need. Buffers are changed once.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import count, groupby
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
-from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, mutates, tensors_in
+from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, is_training_batch_norm, mutates, tensors_in
 from pfeife_accelerate.capture.random_operation import with_own_numbers
 from pfeife_accelerate.capture.regions import Region, region_of
 from pfeife_accelerate.compat import SET_GRAD_ENABLED, storage_id
@@ -38,33 +38,47 @@ def is_size(node: fx.Node) -> bool:
 def make_stage(graph: CapturedGraph, index: int, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> StageProgram:
     """The stage that runs `nodes`, which are in order, and returns the values of `outputs`."""
     maker = _Maker(graph, f"Stage{index}", nodes, outputs)
-    forward = maker.make(_runs(nodes))
+    forward = maker.make(_runs(graph, nodes))
     inputs = [_stage_input(graph, node) for node in maker.reads]
     if maker.draws_random:
         inputs.insert(0, StageInput(kind=InputKind.SEED, name=_SEED))
     return StageProgram(index=index, run=forward, inputs=tuple(inputs), outputs=tuple(node.name for node in outputs))
 
 
-def _runs(nodes: Sequence[fx.Node]) -> list[tuple[Region | None, list[fx.Node]]]:
+def _runs(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> list[_Run]:
     """Operations that follow one another in one region, or in none."""
-    runs = [(region, list(run)) for region, run in groupby(nodes, key=region_of)]
-    changed = [target for node in nodes if (target := mutates(node)) is not None]
-    return [(region if _can_repeat(run, nodes, changed) else None, run) for region, run in runs]
+    changed = [(i, target) for i, node in enumerate(nodes) if (target := mutates(node)) is not None]
+    statistics = {read for node in nodes if is_training_batch_norm(node) for read in inputs_of(node)}
+    found, begin = [], 0
+    for region, members in groupby(nodes, key=region_of):
+        run = list(members)
+        buffers: list[fx.Node] = []
+        if region is not None:
+            own = set(run)
+            later = {s for i, target in changed if i >= begin for s in _storages(target)}
+            outside = dict.fromkeys(read for node in run for read in inputs_of(node) if read not in own)
+            touched = [read for read in outside if read in statistics or later.intersection(_storages(read))]
+            buffers = [read for read in touched if _is_buffer(graph, read)]
+            if any(read not in buffers and later.intersection(_storages(read)) for read in touched):
+                region = None
+        found.append(_Run(region=region, nodes=run, buffers=frozenset(buffers)))
+        begin += len(run)
+    return found
 
 
-def _can_repeat(run: Sequence[fx.Node], nodes: Sequence[fx.Node], changed: Sequence[fx.Node]) -> bool:
-    """Whether a second execution finds what the first one found."""
-    if not changed:
-        return True
-    own = set(run)
-    outside = {s for node in run for read in inputs_of(node) if read not in own for s in _storages(read)}
-    begun = False
-    for node in nodes:
-        begun = begun or node is run[0]
-        target = mutates(node) if begun else None
-        if target is not None and outside.intersection(_storages(target)):
-            return False
-    return True
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Operations to be computed again together, if `region` is given; `buffers` are those that the stage changes."""
+
+    region: Region | None
+    nodes: list[fx.Node]
+    buffers: frozenset[fx.Node] = frozenset()
+
+
+def _is_buffer(graph: CapturedGraph, node: fx.Node) -> bool:
+    placeholder = graph.placeholder_of.get(node)
+    is_state = placeholder is not None and placeholder.kind is PlaceholderKind.STATE
+    return is_state and not node.meta["example_value"].requires_grad
 
 
 def _storages(node: fx.Node) -> list[int]:
@@ -88,7 +102,7 @@ class _Maker:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._seed: fx.Node | None = None
 
-    def make(self, runs: Sequence[tuple[Region | None, list[fx.Node]]]) -> Callable[..., tuple[Any, ...]]:
+    def make(self, runs: Sequence[_Run]) -> Callable[..., tuple[Any, ...]]:
         """The function: of the seed if anything draws random numbers, then of `reads`."""
         if self.draws_random:
             self._seed = self._graph.placeholder(_SEED)
@@ -96,13 +110,13 @@ class _Maker:
             self._copies[node] = self._graph.placeholder(node.name)
         for node in self._constants:
             self._copies[node] = self._graph.node_copy(node)
-        for number, (region, nodes) in enumerate(runs):
-            if region is None:
-                for node in nodes:
+        for number, run in enumerate(runs):
+            if run.region is None:
+                for node in run.nodes:
                     self._copies[node] = self._copy(node)
             else:
-                later = {read for _, run in runs[number + 1 :] for node in run for read in inputs_of(node)}
-                self._repeatable(region, nodes, [n for n in nodes if n in later or n in self.outputs], number)
+                later = {read for other in runs[number + 1 :] for node in other.nodes for read in inputs_of(node)}
+                self._repeatable(run, [n for n in run.nodes if n in later or n in self.outputs], number)
         self._graph.output(tuple(self._copies[node] for node in self.outputs))
         return fx.GraphModule(self.captured.gm, self._graph, class_name=self.name).forward
 
@@ -113,29 +127,40 @@ class _Maker:
         draw = with_own_numbers(node, self._numbers[node])
         return self._graph.call_function(draw, (self._seed, *args), kwargs)
 
-    def _repeatable(self, region: Region, nodes: list[fx.Node], outputs: list[fx.Node], number: int) -> None:
-        inner = _Maker(self.captured, f"{self.name}Region{region.number}", nodes, outputs)
-        forward = inner.make([(None, nodes)])
+    def _repeatable(self, run: _Run, outputs: list[fx.Node], number: int) -> None:
+        inner = _Maker(self.captured, f"{self.name}Run{number}", run.nodes, outputs)
+        forward = inner.make([_Run(region=None, nodes=run.nodes)])
         seed = [self._seed] if inner.draws_random else []
-        call = _computed_again(forward, region, nodes, number)
+        buffers = [len(seed) + i for i, node in enumerate(inner.reads) if node in run.buffers]
+        call = _computed_again(forward, run, buffers, number)
         results = self._graph.call_function(call, (*seed, *(self._copies[node] for node in inner.reads)))
         for position, node in enumerate(outputs):
             self._copies[node] = self._graph.call_function(operator.getitem, (results, position))
 
 
-def _computed_again(
-    forward: Callable[..., Any], region: Region, nodes: Sequence[fx.Node], number: int
-) -> Callable[..., Any]:
+def _computed_again(forward: Callable[..., Any], run: _Run, buffers: Sequence[int], number: int) -> Callable[..., Any]:
+    """A function that does what `forward` does, and keeps its arguments alone for the backward pass.
+
+    `buffers` are the positions of arguments that change: every repetition finds them as they were.
+    """
     # A repetition that ends early, by an exception, would leave a mode switched.
-    switches = any(node.target is SET_GRAD_ENABLED or autocast_step(node) for node in nodes)
-    run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, early_stop=not switches)
-    if region.context_fn is not None:
-        run = partial(run, context_fn=region.context_fn)
+    switches = any(node.target is SET_GRAD_ENABLED or autocast_step(node) for node in run.nodes)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": not switches}
+    if run.region is not None and run.region.context_fn is not None:
+        options["context_fn"] = run.region.context_fn
 
     def call(*args: Any) -> Any:
-        return run(*args)
+        before = {position: args[position].clone() for position in buffers}
+        times = count()
 
-    call.__name__ = call.__qualname__ = f"region_{region.number}_run_{number}"
+        def once(*given: Any) -> Any:
+            if next(times) > 0:
+                given = tuple(before[i].clone() if i in before else value for i, value in enumerate(given))
+            return forward(*given)
+
+        return checkpoint(once, *args, **options)
+
+    call.__name__ = call.__qualname__ = f"region_run_{number}"
     return call
 
 

@@ -238,6 +238,34 @@ def test_changes_in_place_are_made_once_or_on_what_the_region_made():
         assert all(buffer == 1 for buffer in repeated[1].buffers())
 
 
+def test_running_statistics_are_updated_once_and_nothing_is_kept():
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 48), nn.BatchNorm1d(48), nn.Tanh(), nn.Linear(48, 6))
+
+    class Scaled(nn.Module):
+        """What it gives depends on what it has counted before."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.sin(self.a(x) * self.scale)
+            self.scale.mul_(2)
+            return torch.sin(y * self.scale)
+
+    for make in (block, Scaled):
+        plain, repeated = _both(lambda on, make=make: Net(make, _anew if on else None), torch.randn(64, 6))
+        loss, wanted, all_bytes = _gradients(*plain)
+        found_loss, found, few_bytes = _gradients(*repeated)
+        assert torch.equal(found_loss, loss)
+        _assert_equal(found, wanted, 0)
+        for (name, buffer), other in zip(plain[1].named_buffers(), repeated[1].buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+        assert few_bytes < all_bytes / 2
+
+
 def test_a_region_that_changes_its_input_is_not_computed_again():
     x = torch.randn(8, 6)
 
@@ -338,6 +366,29 @@ def test_a_logger_in_forward_does_not_break_the_graph():
             return self.a(x)
 
     assert len(_capture(Talking(), torch.randn(4, 6)).graph.ops) == 1
+
+
+def test_a_value_made_in_forward_may_be_said_to_require_gradients():
+    """T5 and wav2vec do so for reentrant checkpointing, where some input must require them."""
+
+    class Saying(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.on = nn.Linear(6, 6), on
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            if self.on:
+                y.requires_grad = True
+                return _reentrant(self.a, y)
+            return self.a(y)
+
+    plain, repeated = _both(Saying, torch.randn(4, 6))
+    loss, wanted, _ = _gradients(*plain)
+    found_loss, found, _ = _gradients(*repeated)
+    assert torch.equal(found_loss, loss)
+    _assert_equal(found, wanted, 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

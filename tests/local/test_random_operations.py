@@ -39,6 +39,39 @@ def _attention(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], *args, **kwargs)[:, 0]
 
 
+class Halved(torch.autograd.Function):
+    """A function with its own backward that draws in its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.bernoulli(torch.full_like(x, 0.5))
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class Plain(torch.autograd.Function):
+    """A function with its own backward that draws nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@torch.library.custom_op("random_operations_test::noise", mutates_args=())
+def _noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+_noise.register_fake(torch.empty_like)
+
 RANDOM = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout in place": lambda x: F.dropout(x * 2, 0.5, True, True),
@@ -59,6 +92,8 @@ RANDOM = {
     "uniform_": lambda x: x + torch.empty_like(x).uniform_(),
     "normal": lambda x: torch.normal(x.detach(), 1.0) + x,
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "a custom function": lambda x: Halved.apply(x),
+    "another library's operator": lambda x: x + torch.ops.random_operations_test.noise(x),
 }
 NOT_RANDOM = {
     "dropout in evaluation": lambda x: F.dropout(x, 0.5, False),
@@ -67,6 +102,7 @@ NOT_RANDOM = {
     "attention": _attention,
     "attention, none by name": lambda x: _attention(x, dropout_p=0.0),
     "rrelu in evaluation": lambda x: F.rrelu(x, training=False),
+    "a custom function": lambda x: Plain.apply(x),
     "normalise": lambda x: F.normalize(F.layer_norm(x, (4,))),
 }
 
