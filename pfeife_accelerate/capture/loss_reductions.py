@@ -77,7 +77,7 @@ def along_dim(b: LossBuilder, node: fx.Node) -> Result:
     """Operations along one dimension that keep the number of dimensions: refused along the batch."""
     source, state = source_of(b, node)
     given: dict[str, Any] = arguments(node)
-    dims = dims_of(given["dim"] if "dim" in given else given["dims"], len(shape(source)))
+    dims = dims_of(given["dim"], len(shape(source)))
     if state == PARTIAL or (state.is_split and state.dim in dims):
         raise refusal(node)
     return emit_same(b, node, state)
@@ -93,7 +93,7 @@ REDUCTION_RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         words("""_softmax.default _log_softmax.default cumsum.default cumprod.default logcumsumexp.default sort.default
-        sort.stable flip.default topk.default glu.default"""),
+        sort.stable topk.default glu.default"""),
         along_dim,
     ),
 }

@@ -19,6 +19,7 @@ from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.split import StagedGraph, value_info
 from pfeife_accelerate.compat import expression_of
 from pfeife_accelerate.ir.program import ValueInfo
+from pfeife_accelerate.runtime import microbatch
 from pfeife_accelerate.runtime.step import StepInputs, StepState
 
 if TYPE_CHECKING:
@@ -138,7 +139,9 @@ class Call:
         """The whole-batch value from the micro-batches' values."""
         dim = self.graph.batch_dim(self.graph.node_of[name].meta["example_value"])
         ordered = [parts[i] for i in sorted(parts)]
-        return ordered[0] if dim is None or len(ordered) == 1 else torch.cat(ordered, dim)
+        if dim is None:
+            return ordered[0]
+        return microbatch.whole(ordered, dim, [data.rows for data in self.inputs.microbatches])
 
 
 def promised(value: float, record: Record) -> Any:

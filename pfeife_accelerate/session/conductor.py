@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.session.call import Call, Progress
 from pfeife_accelerate.session.open_calls import OpenCalls
@@ -34,23 +35,30 @@ _TO_LEADER = "to the conductor"
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read."""
+    """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read.
+
+    `groups` are the rows that the loss needs in one micro-batch.
+    """
 
     run: Run
     call: int
     loss_values: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
+    groups: RowGroups = CONTIGUOUS
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         lists = {"loss_values": list(self.loss_values), "wanted": list(self.wanted)}
-        return {"run": self.run.value, "call": self.call, **lists}
+        groups = [self.groups.parts, self.groups.run]
+        return {"run": self.run.value, "call": self.call, "groups": groups, **lists}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Announcement:
         """From a message."""
         run, call = Run(body["run"]), int(body["call"])
-        return cls(run=run, call=call, loss_values=tuple(body["loss_values"]), wanted=tuple(body["wanted"]))
+        groups = RowGroups(*body["groups"])
+        lists = {"loss_values": tuple(body["loss_values"]), "wanted": tuple(body["wanted"])}
+        return cls(run=run, call=call, groups=groups, **lists)
 
 
 class Conductor:

@@ -9,6 +9,7 @@ from pfeife_accelerate.capture.deferred import FAKE_MODE
 from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.loss import SplitLoss, split
 from pfeife_accelerate.capture.loss_states import Refused
+from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.log import get_logger, warn_once
 
 _LOG = get_logger(__name__)
@@ -20,6 +21,15 @@ class LossChoice:
 
     separable: bool
     split: SplitLoss | None = None
+
+    @property
+    def groups(self) -> RowGroups:
+        """The rows that must stay in one micro-batch."""
+        return CONTIGUOUS if self.split is None else self.split.groups
+
+
+_MOST_KNOWN = 64
+"""Losses whose choice is kept: a script has a few; one with a number that changes at every step has no end of them."""
 
 
 class LossChooser:
@@ -33,9 +43,11 @@ class LossChooser:
         if num_microbatches == 1:
             return LossChoice(separable=True)
         key = (expression.signature, batch_size)
-        if key not in self._known:
-            self._known[key] = self._work_out(expression, batch_size)
-        return self._known[key]
+        choice = self._known.pop(key, None) or self._work_out(expression, batch_size)
+        self._known[key] = choice  # the latest is the last
+        if len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return choice
 
     def _work_out(self, expression: Expression, batch_size: int) -> LossChoice:
         try:

@@ -35,7 +35,7 @@ class MicrobatchLoss:
         if self._loss is None or self._whole is None:  # one micro-batch: the whole batch, as the script wrote it
             parts = tuple(self._expression.replay(leaves, self._constants))
         else:
-            rows = Rows(start=microbatch.start, count=microbatch.count, total=microbatch.total)
+            rows = Rows(start=microbatch.first_group, count=microbatch.num_groups)
             parts = self._loss.run(leaves, self._whole, rows)
         self._parts.append(tuple(part.detach() for part in parts))
         root = parts[0]

@@ -21,6 +21,8 @@ from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture, 
 from pfeife_accelerate.capture.op_graph import follow, to_op_graph
 from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
+from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
+from pfeife_accelerate.runtime.microbatch import divide
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.call import Call, Progress, promised
@@ -236,7 +238,7 @@ class PipelinedModel:
             if choice.separable:
                 loss = MicrobatchLoss(expression, outside.constants, choice.split, gradient)
                 only.spare(record for _, record in expression.scalars)
-                self.start(only, Run.PLANNED, loss_values, loss=loss)
+                self.start(only, Run.PLANNED, loss_values, groups=choice.groups, loss=loss)
                 return
         self._exact_order(expression, outside, calls, gradient)
 
@@ -259,7 +261,14 @@ class PipelinedModel:
 
     # -------------------------------------------------------------------------------------------- running
 
-    def start(self, call: Call, run: Run, loss_values: tuple[str, ...] = (), **loss: Any) -> None:
+    def start(
+        self,
+        call: Call,
+        run: Run,
+        loss_values: tuple[str, ...] = (),
+        groups: RowGroups = CONTIGUOUS,
+        **loss: Any,
+    ) -> None:
         """On the conductor: decide on a schedule, as soon as every rank's script has made the call."""
         self.conductor.gather(call, self.session.serve_demand)
         if call.state is None:
@@ -272,7 +281,7 @@ class PipelinedModel:
                 wanted = call.graph.result_names()
         if run is Run.FORWARD:
             loss_values, wanted = wanted, ()  # the loss is yet to be written
-        announcement = Announcement(run=run, call=call.number, loss_values=loss_values, wanted=wanted)
+        announcement = Announcement(run=run, call=call.number, loss_values=loss_values, wanted=wanted, groups=groups)
         self.conductor.announce(announcement)
         self._run(call, announcement, **loss)
 
@@ -305,12 +314,13 @@ class PipelinedModel:
         """Take this rank's part in one announced schedule."""
         run = announcement.run
         number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
+        number = len(divide(call.batch_size, number, announcement.groups))
         needed = (*announcement.loss_values, *(n for n in announcement.wanted if n not in announcement.loss_values))
         if run is not Run.BACKWARD:
             call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
             call.loss_values = announcement.loss_values
             call.state = StepState(number)
-            call.inputs = step_inputs(self, call, number, training=run is not Run.EVALUATE)
+            call.inputs = step_inputs(self, call, number, announcement.groups, training=run is not Run.EVALUATE)
         assert call.state is not None
         program = self.programs.program(call.staged, needed, call.loss_values, run, number)
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
