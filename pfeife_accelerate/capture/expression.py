@@ -53,6 +53,8 @@ class Expression:
     constants: tuple[torch.Tensor, ...]
     steps: tuple[Step, ...]
     scalars: tuple[tuple[Operand, Record], ...]
+    counts: tuple[torch.Tensor, ...]
+    """Constants used as an index that are 0, 1, 2, ...: `torch.arange(batch_size)`."""
     signature: Hashable
 
     @property
@@ -96,6 +98,9 @@ class Expression:
         return [operand(scalar) for scalar, _ in self.scalars]
 
 
+_INDEXING = frozenset(("__getitem__", "index_select"))
+
+
 def extract(root: DeferredTensor) -> Expression:
     """The expression behind `root`, with steps in the order in which they were recorded."""
     return _Extraction().run(root.record)
@@ -109,11 +114,14 @@ class _Extraction:
         self.signatures: list[Hashable] = []
         self.index_of_operation: dict[int, int] = {}
         self.scalars: dict[int, tuple[Operand, Record]] = {}
+        self.counts: set[int] = set()
 
     def run(self, root: Record) -> Expression:
         for operation in _in_order(root):
             operation.check_unchanged()
             args, kwargs = mapped((operation.args, operation.kwargs), self._operand)
+            if name_of(operation.func) in _INDEXING:
+                mapped((operation.args, operation.kwargs), self._note_count)
             self.index_of_operation[id(operation)] = len(self.steps)
             self.steps.append(Step(operation, args, kwargs))
             self.signatures.append(_signature(operation, args, kwargs))
@@ -128,8 +136,10 @@ class _Extraction:
             ),
             tuple(_metadata(c) for c in constants),
             tuple(operand for operand, _ in scalars),
+            tuple(i for i, c in enumerate(constants) if id(c) in self.counts),
         )
-        return Expression(leaves, constants, tuple(self.steps), tuple(scalars), signature)
+        counts = tuple(c for c in constants if id(c) in self.counts)
+        return Expression(leaves, constants, tuple(self.steps), tuple(scalars), counts, signature)
 
     def _operand(self, item: Any) -> Any:
         if isinstance(item, Record):
@@ -138,6 +148,11 @@ class _Extraction:
             index, _ = self.constants.setdefault(id(item), (len(self.constants), item))
             return Operand(Origin.CONSTANT, index)
         return item
+
+    def _note_count(self, item: Any) -> None:
+        if isinstance(item, torch.Tensor) and item.dtype is torch.int64 and item.dim() == 1 and item.device.type != "meta":
+            if torch.equal(item, torch.arange(item.numel(), device=item.device)):
+                self.counts.add(id(item))
 
     def _reference(self, record: Record) -> Operand:
         if record.operation is None:

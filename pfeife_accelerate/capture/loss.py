@@ -117,6 +117,8 @@ def _split_in_groups(expression: Expression, gm: fx.GraphModule, builder: LossBu
                 raise Refused(f"outputs of calls with different batch sizes ({leaf.value})", "")
         builder.leaf(node, state)
     for node, constant in zip(placeholders[len(expression.leaves) :], expression.constants, strict=True):
+        if any(constant is count for count in expression.counts):
+            builder.counts.add(node)
         if constant.requires_grad:
             builder.leaf(node, REPLICATED)
         else:

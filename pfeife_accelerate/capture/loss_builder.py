@@ -39,6 +39,8 @@ class LossBuilder:
         """Results of operations that cut along the batch: one micro-batch node for each."""
         self.exported: dict[fx.Node, int] = {}
         self.operands: dict[Operand, fx.Node] = {}
+        self.counts: set[fx.Node] = set()
+        """Constants that are 0, 1, 2, ... at every step."""
         self.suggested: list[RowGroups] = []
         """Groups of rows that the script seems to treat together."""
         self._last_placeholder: fx.Node | None = None

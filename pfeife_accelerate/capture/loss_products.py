@@ -1,13 +1,11 @@
-"""Rules for matrix products and for picking entries by index."""
+"""Rules for matrix products."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, arguments, refusal, shape, source_of
+from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, arguments, refusal, shape
 from pfeife_accelerate.capture.loss_states import State, StateKind
 
 aten = torch.ops.aten
@@ -59,47 +57,9 @@ def _same_for_all(b: LossBuilder, node: fx.Node, factor: fx.Node) -> fx.Node:
     return result
 
 
-def gather(b: LossBuilder, node: fx.Node) -> Result:
-    """`gather(x, dim, index)` along a dimension that is not the batch."""
-    source, state = source_of(b, node)
-    given = arguments(node)
-    index = given["index"]
-    if not state.is_split or given["dim"] % len(shape(source)) == state.dim or shape(index)[state.dim] != state.extent:
-        raise refusal(node)
-    if not b.is_constant(index) and b.state(index) != state:
-        raise refusal(node)
-    micro_index = b.cut(index, state) if b.is_constant(index) else b.micro[index]
-    return b.emit(aten.gather.default, b.micro[source], given["dim"], micro_index), state
-
-
-def index_select(b: LossBuilder, node: fx.Node) -> Result:
-    """The same entries of every item."""
-    source, state = source_of(b, node)
-    given = arguments(node)
-    if not state.is_split or given["dim"] % len(shape(source)) == state.dim or not b.is_constant(given["index"]):
-        raise refusal(node)
-    return b.emit(aten.index_select.default, b.micro[source], given["dim"], b.whole(given["index"])), state
-
-
-def index(b: LossBuilder, node: fx.Node) -> Result:
-    """`x[:, i]` with one constant tensor of integers, on a dimension behind the batch."""
-    source, state = source_of(b, node)
-    indices = arguments(node)["indices"]
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if not state.is_split or len(used) != 1 or used[0] <= state.dim or not b.is_constant(indices[used[0]]):
-        raise refusal(node)
-    if indices[used[0]].meta["val"].dtype in (torch.bool, torch.uint8):
-        raise refusal(node)
-    micro = [None if i is None else b.whole(i) for i in indices]
-    return b.emit(aten.index.Tensor, b.micro[source], micro), replace(state)
-
-
 PRODUCT_RULES: dict[str, Rule] = {
     "mm.default": rows_times_matrix,
     "addmm.default": rows_times_matrix,
     "bmm.default": batched_product,
     "mv.default": rows_times_vector,
-    "gather.default": gather,
-    "index_select.default": index_select,
-    "index.Tensor": index,
 }

@@ -149,6 +149,7 @@ def constants():
         row = rand(B) + 0.1
         square = rand(B, B)
         item_mask = rand(B) > 0.4
+        order = torch.randperm(B, generator=generator)
         mask = rand(B, T) > 0.4
 
     Constants.labels[rand(B, T) < 0.4] = -100
@@ -288,6 +289,24 @@ SPLIT: dict[str, Loss] = {
     "head_outside_the_model": lambda x: (x * C.trainable).mean(),
     "temperature_outside_the_model": lambda x: F.cross_entropy(x[:, 0] * C.temperature, C.classes),
     "one_element": lambda x: x[0, 0, 0] * 1.0,
+    "permuted_batch": lambda x: (x[C.order] * C.target).mean(),
+    "index_select_of_batch": lambda x: (x.index_select(0, C.order) * C.target).mean(),
+    "masked_rows": lambda x: (x[C.item_mask] * C.target[C.item_mask]).mean(),
+    "masked_tokens": lambda x: F.cross_entropy(x[C.mask], C.target[C.mask]),
+    "masked_labels": lambda x: F.cross_entropy(x[C.labels != -100], C.labels[C.labels != -100]),
+    "masked_rows_of_tokens": lambda x: x[:, 1:][C.mask[:, 1:]].square().sum() / C.mask[:, 1:].sum(),
+    "masked_elements": lambda x: x[C.target > 0.5].square().mean(),
+    "one_position_a_row": lambda x: F.cross_entropy(x[torch.arange(B), C.classes % T], C.classes),
+    "one_position_a_row_and_all": lambda x: (x[torch.arange(B), C.classes % T] * x.mean(1)).mean(),
+    "one_position_a_row_behind": lambda x: (x[torch.arange(B), :, C.classes] * x.mean(2)).mean(),
+    "one_class_a_row": lambda x: -x[:, 0].log_softmax(-1)[range(B), C.classes].mean(),
+    "rows_by_a_list": lambda x: (x[[3, 1, -1]] * C.target[:3]).square().mean(),
+    "rows_by_a_list_against_others": lambda x: (x[[0, 3, 5]] * x[0::1][[0, 3, 5]]).mean(),
+    "rows_twice": lambda x: (x[torch.tensor([0, 0, 2])] * C.target[:3]).square().sum(),
+    "positions_behind": lambda x: (x[:, C.classes % T, C.classes] * C.square).square().mean(),
+    "positions_behind_the_batch": lambda x: (
+        x.transpose(0, 2)[C.classes, C.classes % T].square().mean() + x.permute(1, 2, 0)[C.classes % T].mean()
+    ),
     "unflattened": lambda x: x.flatten(0, 1).unflatten(0, (B, T)).mean(1).square().sum(),
 }
 
@@ -336,10 +355,7 @@ REFUSED: dict[str, Loss] = {
     "cumsum_over_flattened": lambda x: (x.reshape(B * T, V).cumsum(0) * C.target.view(B * T, V)).mean(),
     "shift_of_batch": lambda x: (x[1:] - x[:-1]).square().mean(),
     "shift_by_padding": lambda x: (F.pad(x, (0, 0, 0, 0, 1, -1)) * C.target).mean(),
-    "permuted_batch": lambda x: (x[torch.randperm(B)] * C.target).mean(),
-    "index_select_of_batch": lambda x: (x.index_select(0, torch.randperm(B)) * C.target).mean(),
     "gather_over_batch": lambda x: x[:, 0].gather(0, torch.randint(0, B, (B, V))).mean(),
-    "masked_rows": lambda x: (x[C.item_mask] * C.target[C.item_mask]).mean(),
     "pairwise": lambda x: torch.cdist(x[:, 0], x[:, 0]).mean(),
     "all_pairs_by_broadcast": lambda x: (x[:, 0, 0] - x[:, 0, :1]).square().mean(),
     "nonlinear_after_mean_of_rows": lambda x: x.mean((1, 2)).mean(0).exp(),
