@@ -130,6 +130,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return write_out(func, args, kwargs)
         case known.Kind.DROPOUT:
             return _dropout(*args, **kwargs)
+        case known.Kind.MASKED if not kwargs and isinstance(args[0], Deferred) and not isinstance(args[1], Deferred):
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return args[0].expand(shape)[args[1].expand(shape)]
         case known.Kind.STATISTICS:
             return _with_statistics(func, *args, **kwargs)
         case _:

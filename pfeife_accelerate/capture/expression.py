@@ -115,13 +115,15 @@ class _Extraction:
         self.index_of_operation: dict[int, int] = {}
         self.scalars: dict[int, tuple[Operand, Record]] = {}
         self.counts: set[int] = set()
+        self.indices: list[torch.Tensor] = []
+        self.same: dict[int, torch.Tensor] = {}
 
     def run(self, root: Record) -> Expression:
         for operation in _in_order(root):
             operation.check_unchanged()
-            args, kwargs = mapped((operation.args, operation.kwargs), self._operand)
             if name_of(operation.func) in _INDEXING:
-                mapped((operation.args, operation.kwargs), self._note_count)
+                mapped((operation.args, operation.kwargs), self._note_index)
+            args, kwargs = mapped((operation.args, operation.kwargs), self._operand)
             self.index_of_operation[id(operation)] = len(self.steps)
             self.steps.append(Step(operation, args, kwargs))
             self.signatures.append(_signature(operation, args, kwargs))
@@ -145,14 +147,22 @@ class _Extraction:
         if isinstance(item, Record):
             return self._reference(item)
         if isinstance(item, torch.Tensor):
+            item = self.same.get(id(item), item)
             index, _ = self.constants.setdefault(id(item), (len(self.constants), item))
             return Operand(Origin.CONSTANT, index)
         return item
 
-    def _note_count(self, item: Any) -> None:
-        if isinstance(item, torch.Tensor) and item.dtype is torch.int64 and item.dim() == 1 and item.device.type != "meta":
-            if torch.equal(item, torch.arange(item.numel(), device=item.device)):
-                self.counts.add(id(item))
+    def _note_index(self, item: Any) -> None:
+        """Equal positions count as one constant: the same mask is written as indices anew each time it is used."""
+        if not isinstance(item, torch.Tensor) or item.dtype is not torch.int64 or item.dim() != 1:
+            return
+        for known in self.indices:
+            if known.device == item.device and torch.equal(known, item):
+                self.same[id(item)] = known
+                return
+        self.indices.append(item)
+        if torch.equal(item, torch.arange(item.numel(), device=item.device)):
+            self.counts.add(id(item))
 
     def _reference(self, record: Record) -> Operand:
         if record.operation is None:

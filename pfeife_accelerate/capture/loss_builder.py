@@ -15,10 +15,12 @@ from torch import fx
 from pfeife_accelerate.capture.loss_operands import (
     ConstantOperand,
     CutOperand,
+    InsideOperand,
     ItemsOperand,
     Operand,
     OwnedOperand,
     PlacesOperand,
+    taken,
 )
 from pfeife_accelerate.capture.loss_states import PARTIAL, Refused, State, StateKind, Window
 from pfeife_accelerate.compat import OpOverload, schema_of
@@ -69,9 +71,13 @@ class LossBuilder:
         return self._place(ConstantOperand(self.export(node)))
 
     def cut(self, node: fx.Node, state: State) -> fx.Node:
-        """A constant in the micro graph, cut to the micro-batch's rows."""
+        """A constant, or what is the same for every micro-batch, cut to the micro-batch's rows."""
         if not 0 <= state.dim < len(shape(node)) or shape(node)[state.dim] != state.extent:
             raise refusal(node)
+        if not self.is_constant(node):
+            if self.state(node).kind is not StateKind.REPLICATED:
+                raise refusal(node)
+            return self.emit(taken, self.micro[node], state.dim, self._place(InsideOperand(state.window, state.rows)))
         return self._place(CutOperand(self.export(node), state))
 
     def items(self, window: Window) -> fx.Node:
@@ -89,6 +95,20 @@ class LossBuilder:
     def picked_places(self, window: Window, picks: fx.Node) -> fx.Node:
         """The same for items that a constant tells, always as a tensor."""
         return self._place(PlacesOperand(window, self.export(picks)))
+
+    def part(self, node: fx.Node, state: State, refused_by: fx.Node) -> fx.Node:
+        """The micro-batch's part of a value that is split as `state` says, or whole on every micro-batch."""
+        if self.is_constant(node) or self.state(node).kind is StateKind.REPLICATED:
+            return self.cut(node, state)
+        if self.state(node) != state:
+            raise refusal(refused_by)
+        return self.micro[node]
+
+    def same(self, node: fx.Node, refused_by: fx.Node) -> fx.Node:
+        """A value that every micro-batch has as a whole."""
+        if not self.is_constant(node) and self.state(node).kind is not StateKind.REPLICATED:
+            raise refusal(refused_by)
+        return self.whole(node) if self.is_constant(node) else self.micro[node]
 
     def owned(self, group: int) -> fx.Node:
         """Whether the micro-batch has this group of rows."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 
 from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, arguments, name, refusal, shape, source_of
 from pfeife_accelerate.capture.loss_shapes import known_groups, window
-from pfeife_accelerate.capture.loss_states import Split, State, Window
+from pfeife_accelerate.capture.loss_states import REPLICATED, Split, State, Window
 from pfeife_accelerate.compat import OpOverload
 
 aten = torch.ops.aten
@@ -24,10 +25,26 @@ def gather(b: LossBuilder, node: fx.Node) -> Result:
     index = given["index"]
     if not state.is_split or given["dim"] % len(shape(source)) == state.dim or shape(index)[state.dim] != state.extent:
         raise refusal(node)
-    if not b.is_constant(index) and b.state(index) != state:
+    return b.emit(aten.gather.default, b.micro[source], given["dim"], b.part(index, state, node)), state
+
+
+def scatter(b: LossBuilder, node: fx.Node) -> Result:
+    """`scatter` and `scatter_add` along a dimension that is not the batch, every row of all operands in use."""
+    given = arguments(node)
+    tensors = {key: value for key, value in given.items() if isinstance(value, fx.Node)}
+    states = {b.state(n) for n in tensors.values() if not b.is_constant(n)} - {REPLICATED}
+    if len(states) != 1:
         raise refusal(node)
-    micro_index = b.cut(index, state) if b.is_constant(index) else b.micro[index]
-    return b.emit(aten.gather.default, b.micro[source], given["dim"], micro_index), state
+    state = states.pop()
+    if not state.is_split or given["dim"] % len(shape(node)) == state.dim:
+        raise refusal(node)
+    micro = {key: b.part(n, state, node) for key, n in tensors.items() if len(shape(n))}
+    given.update(micro, **{key: b.same(n, node) for key, n in tensors.items() if not len(shape(n))})
+    return b.emit(_by_name, node.target, given), state
+
+
+def _by_name(op: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
+    return op(**given)
 
 
 def index_select(b: LossBuilder, node: fx.Node) -> Result:
@@ -102,6 +119,33 @@ def _picked(
     return aten.index.Tensor(value, indices)  # type: ignore[no-any-return]
 
 
+def index_put(b: LossBuilder, node: fx.Node) -> Result:
+    """`x[mask] = value`, the positions constant."""
+    source, state = source_of(b, node)
+    given = arguments(node)
+    indices: list[fx.Node | None] = list(given["indices"])
+    rows_index = indices[state.dim] if state.is_split and state.dim < len(indices) else None
+    used = [i for i in indices if i is not None]
+    if rows_index is None or not all(b.is_constant(i) and len(shape(i)) == 1 for i in used):
+        raise refusal(node)
+    length = shape(rows_index)[0]
+    if not length or any(i.meta["val"].dtype is not torch.int64 or shape(i)[0] not in (1, length) for i in used):
+        raise refusal(node)
+    groups = tuple(g for g in known_groups(b, node, state) for _ in range(state.rows))
+    kept = Split(0, 1, Window(groups, picks=b.export(rows_index), num_picks=length))
+    micro: list[Any] = [None if i is None else _beside(b, i, kept) for i in indices]
+    micro[state.dim] = b.picked_places(Window(groups), rows_index)
+    values: fx.Node = given["values"]
+    if prod(shape(values)) != 1:
+        raise refusal(node)
+    return b.emit(_put, b.micro[source], micro, b.same(values, node), given["accumulate"]), state
+
+
+def _put(value: torch.Tensor, indices: list[Any], values: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    places = [None if i is None else i.to(value.device) for i in indices]
+    return aten.index_put.default(value, places, values, accumulate)  # type: ignore[no-any-return]
+
+
 def known_positions(node: fx.Node, b: LossBuilder) -> tuple[int, ...] | None:
     """A constant's integers, if they are the same at every step: written in the script, or 0, 1, 2, ..."""
     if node in b.counts:
@@ -116,6 +160,10 @@ def known_positions(node: fx.Node, b: LossBuilder) -> tuple[int, ...] | None:
 
 INDEXING_RULES: dict[str, Rule] = {
     "gather.default": gather,
+    **dict.fromkeys(
+        ("scatter.src", "scatter.value", "scatter_add.default", "scatter.reduce", "scatter_reduce.two"), scatter
+    ),
+    "index_put.default": index_put,
     "index_select.default": index_select,
     "index.Tensor": index,
 }

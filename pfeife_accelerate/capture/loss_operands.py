@@ -102,6 +102,18 @@ class CutOperand:
 
 
 @dataclass(frozen=True)
+class InsideOperand:
+    """Where in a whole value's dimension, `rows` entries an item, the micro-batch's part is."""
+
+    window: Window
+    rows: int
+
+    def of(self, whole: WholeValues, rows: Rows) -> Places:
+        """The operand for one micro-batch."""
+        return _as_places(whole.inside(self.window, rows), self.rows)
+
+
+@dataclass(frozen=True)
 class ItemsOperand:
     """How many items of a window the micro-batch has; as a fraction of all of them, if asked for."""
 
@@ -147,4 +159,4 @@ class OwnedOperand:
         return rows.start <= self.group < rows.start + rows.count
 
 
-Operand = ConstantOperand | CutOperand | ItemsOperand | PlacesOperand | OwnedOperand
+Operand = ConstantOperand | CutOperand | InsideOperand | ItemsOperand | PlacesOperand | OwnedOperand

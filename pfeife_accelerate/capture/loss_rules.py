@@ -13,6 +13,7 @@ from torch import fx
 from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, emit_same, name, refusal
 from pfeife_accelerate.capture.loss_criteria import CRITERION_RULES
 from pfeife_accelerate.capture.loss_indexing import INDEXING_RULES
+from pfeife_accelerate.capture.loss_layers import LAYER_RULES
 from pfeife_accelerate.capture.loss_owned import joined, owned_operation, owner_of
 from pfeife_accelerate.capture.loss_pointwise import POINTWISE_RULES, pointwise
 from pfeife_accelerate.capture.loss_products import PRODUCT_RULES
@@ -27,6 +28,7 @@ RULES: dict[str, Rule] = {
     **SHAPE_RULES,
     **PRODUCT_RULES,
     **INDEXING_RULES,
+    **LAYER_RULES,
     **CRITERION_RULES,
 }
 

@@ -249,6 +249,24 @@ def _cat_of_items(b: LossBuilder, node: fx.Node, parts: list[fx.Node], dim: int)
     return b.emit(node.target, micro, dim), Split(dim, 1, Window(tuple(groups)))  # type: ignore[arg-type]
 
 
+def diagonal(b: LossBuilder, node: fx.Node) -> Result:
+    """The diagonal of two dimensions that are not the batch."""
+    source, state = source_of(b, node)
+    given, ndim = arguments(node), len(shape(source))
+    dims = (given["dim1"] % ndim, given["dim2"] % ndim)
+    if not state.is_split or state.dim in dims:
+        raise refusal(node)
+    return emit_same(b, node, without_dims(state, dims))
+
+
+def unfold(b: LossBuilder, node: fx.Node) -> Result:
+    """Overlapping windows of a dimension that is not the batch."""
+    source, state = source_of(b, node)
+    if not state.is_split or arguments(node)["dimension"] % len(shape(source)) == state.dim:
+        raise refusal(node)
+    return emit_same(b, node, state)
+
+
 def flip(b: LossBuilder, node: fx.Node) -> Result:
     """`flip`; along the batch it leaves the items in the opposite order."""
     source, state = source_of(b, node)
@@ -288,6 +306,8 @@ SHAPE_RULES: dict[str, Rule] = _table(
         (slice_, "slice.Tensor"),
         (pieces, "split.Tensor split_with_sizes.default unbind.int"),
         (pad, "constant_pad_nd.default"),
+        (diagonal, "diagonal.default"),
+        (unfold, "unfold.default"),
         (flip, "flip.default"),
         (roll, "roll.default"),
         (cat_or_stack, "cat.default stack.default"),
