@@ -12,12 +12,13 @@ which calls of models can still be differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from pfeife_accelerate.capture import torch_functions as known
+from pfeife_accelerate.capture.custom_functions import CustomFunction, hides_its_backward
 from pfeife_accelerate.capture.inplace import change, write_out
 from pfeife_accelerate.capture.outcomes import FAKE_MODE
 from pfeife_accelerate.capture.recording import (
@@ -43,8 +44,8 @@ from pfeife_accelerate.compat import BackwardCFunction, OpOverload, disable_torc
 from pfeife_accelerate.errors import PfeifeError
 
 __all__ = [
-    "FAKE_MODE", "DeferredTensor", "Leaf", "Operation", "PipelinedCall", "Record", "Resolver", "is_deferred", "resolve",
-    "resolve_tree",
+    "FAKE_MODE", "DeferredTensor", "Leaf", "Operation", "PipelinedCall", "Record", "Resolver", "apply_custom_function",
+    "is_deferred", "resolve", "resolve_tree",
 ]  # fmt: skip
 
 
@@ -97,6 +98,17 @@ def resolve(tensor: DeferredTensor) -> torch.Tensor:
 def resolve_tree(structure: Any) -> Any:
     """The structure with every deferred tensor replaced by its value."""
     return resolved(structure)
+
+
+def apply_custom_function(
+    original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`cls.apply(*args, **kwargs)`, recorded where a deferred tensor's gradient goes through it."""
+    if not hides_its_backward(cls, args, kwargs, is_deferred):
+        return original(cls, *args, **kwargs)
+    for tensor in deferred_in((args, kwargs)):
+        _refuse_foreign_gradient(tensor)
+    return record_call(CustomFunction(cls, original), args, kwargs)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

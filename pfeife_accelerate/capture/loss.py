@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from pfeife_accelerate.capture.custom_functions import CustomFunction
 from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, refusal
 from pfeife_accelerate.capture.loss_operands import Rows, WholeValues
@@ -85,6 +86,9 @@ def split(expression: Expression, fake_mode: FakeTensorMode, batch_size: int) ->
 
     Raises: Refused, naming the operation, if it does not.
     """
+    for step in expression.steps:
+        if isinstance(step.operation.func, CustomFunction) and step.operation.grad_enabled:
+            raise Refused(f"{step.operation.func.__name__}, a torch.autograd.Function", step.operation.where)
     gm = trace(expression, fake_mode)
     builder = LossBuilder(batch_size, CONTIGUOUS)
     try:

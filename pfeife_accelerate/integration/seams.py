@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType
+from types import ClassMethodDescriptorType, ModuleType
 from typing import Any, Final
 
 from pfeife_accelerate.errors import PfeifeError
@@ -139,6 +139,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         name="clip_grad_norm_",
         hook="pfeife_accelerate.integration.clipping:clip_grad_norm_",
         signature="(parameters, max_norm, norm_type, error_if_nonfinite, foreach)",
+        when=SeamGroup.TORCH,
+    ),
+    Seam(
+        owner="torch.autograd.function:Function",
+        name="apply",
+        hook="pfeife_accelerate.integration.functions:apply",
+        signature="(cls, *args, **kwargs)",
         when=SeamGroup.TORCH,
     ),
     _trainer("transformers.trainer:Trainer", "is_world_process_zero", SeamGroup.TRAINER),
@@ -278,6 +285,8 @@ def _function(attribute: Any) -> Callable[..., Any]:
 
 
 def _signature(function: Callable[..., Any]) -> str:
+    if isinstance(function, ClassMethodDescriptorType):  # a class method in C has no signature and takes anything
+        return "(cls, *args, **kwargs)"
     marks: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = inspect.signature(function).parameters.values()
     return "(" + ", ".join(marks.get(parameter.kind, "") + parameter.name for parameter in parameters) + ")"
@@ -302,7 +311,7 @@ def _wrapped(original: Any, hook: Callable[..., Any]) -> Any:
             return property(replacement, original.fset, original.fdel, original.__doc__)
         case staticmethod():
             return staticmethod(replacement)
-        case classmethod():
+        case classmethod() | ClassMethodDescriptorType():
             return classmethod(replacement)
         case _:
             return replacement
