@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pfeife_accelerate.capture.recording import refused
 from pfeife_accelerate.compat import FakeTensor
 
 
@@ -32,11 +33,20 @@ class CustomFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply it. On fake tensors any failure means that it needs the data."""
         if not any(isinstance(arg, FakeTensor) for arg in args):
-            return self._apply(self.cls, *args, **kwargs)
+            return self._checked(args, kwargs)
         try:
             return self._apply(self.cls, *args, **kwargs)
         except Exception as error:  # whatever its code trips over: `.numpy()`, an extension, a branch on a value
             raise NotImplementedError(f"{self.__name__} needs real tensors") from error
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        before = [tensor._version for tensor in tensors]
+        result = self._apply(self.cls, *args, **kwargs)
+        if before != [tensor._version for tensor in tensors]:
+            why = "it changes its argument in place: computing the value again would change it again"
+            raise refused(self, why, ("let its forward return a new tensor",))
+        return result
 
 
 def hides_its_backward(

@@ -40,7 +40,13 @@ from pfeife_accelerate.capture.records import (
     records_in,
     value_of,
 )
-from pfeife_accelerate.compat import BackwardCFunction, OpOverload, disable_torch_function, schema_of
+from pfeife_accelerate.compat import (
+    BackwardCFunction,
+    OpOverload,
+    disable_torch_function,
+    schema_of,
+    transform_is_active,
+)
 from pfeife_accelerate.errors import PfeifeError
 
 __all__ = [
@@ -117,6 +123,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kind, name = known.kind_of(func, args, kwargs), known.name_of(func)
     if kind is known.Kind.METADATA and args and isinstance(args[0], DeferredTensor):
         return id(args[0]) if name == "__hash__" else func(args[0].record.fake, *args[1:], **kwargs)
+    if transform_is_active():
+        raise _under_transform(func)
     if kind is known.Kind.READ:
         return func(*resolved(args), **resolved(kwargs))
     for tensor in deferred_in((args, kwargs)):
@@ -204,17 +212,20 @@ def _refuse_foreign_gradient(tensor: Deferred) -> None:
     with disable_torch_function():
         if not tensor.requires_grad:
             return
-        foreign = not tensor.record.fake.requires_grad or isinstance(tensor.grad_fn, BackwardCFunction)
+        custom = isinstance(tensor.grad_fn, BackwardCFunction)
+        foreign = custom or not tensor.record.fake.requires_grad
     if foreign and torch.is_grad_enabled() and tensor.record.live:
+        kind = "a function with its own backward" if custom else "a scripted or transformed (vmap, torch.func) function"
         raise PfeifeError(
             id="PF522",
-            what=f"a function with its own backward ({_foreign_name(tensor)}) got a pipelined model's output",
+            what=f"{kind} ({_foreign_name(tensor)}) got a pipelined model's output",
             where=script_line(),
             why="its backward would be lost: operations are recorded, and differentiated where the last stage runs",
             hints=(
                 "write it with torch operations and detach(): x + (y - x).detach() is a straight-through estimator",
                 "apply it inside the model",
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) has none",
+                "write a batched expression instead of torch.vmap",
             ),
         )
 
@@ -223,6 +234,16 @@ def _foreign_name(tensor: Deferred) -> str:
     """Name of the custom function that made a tensor."""
     with disable_torch_function():
         return type(tensor.grad_fn).__name__.removesuffix("Backward")
+
+
+def _under_transform(func: Any) -> PfeifeError:
+    return PfeifeError(
+        id="PF540",
+        what=f"`{known.name_of(func)}` under torch.vmap or torch.func got the output of a pipelined model",
+        where=script_line(),
+        why="a transform runs its function on tensors of its own; what it does with this one cannot be recorded",
+        hints=("write the expression without the transform", "use it inside the model", "detach and read it first"),
+    )
 
 
 def _requires_grad(tensor: Deferred, requires_grad: bool = True) -> Deferred:

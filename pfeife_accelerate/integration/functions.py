@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pfeife_accelerate.capture.deferred import apply_custom_function
-
 
 def apply(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     """Hook of `torch.autograd.Function.apply`, which torch functions' own interception does not reach."""
+    # This module is loaded together with torch; the capture loads accelerate, whose own seams wait for these.
+    from pfeife_accelerate.capture.deferred import apply_custom_function
+
     return apply_custom_function(original, cls, args, kwargs)

@@ -183,8 +183,9 @@ _INSTALLED: Final = _Installed()
 
 def install(group: SeamGroup) -> None:
     """Put in the seams of `group` that are not in yet; refuse before the first one if any does not fit."""
-    waiting = [seam for seam in SEAMS if seam.when is group and seam not in _INSTALLED.originals]
-    owners = {seam: _owner(seam) for seam in waiting}
+    # To find an owner may import torch, which lets this package put in these very seams before we go on.
+    owners = {seam: _owner(seam) for seam in SEAMS if seam.when is group and seam not in _INSTALLED.originals}
+    waiting = [seam for seam in owners if seam not in _INSTALLED.originals]
     for seam in waiting:
         row = _inspect(seam, owners[seam])
         if not row.matches:
