@@ -70,13 +70,13 @@ def microbatches(groups: RowGroups, batch: int, sizes: Sequence[int]) -> list[Mi
 
 
 def by_microbatches(
-    expression, planned: SplitLoss, order: Sequence[int], outputs, dims, sizes: Sequence[int]
+    expression, planned: SplitLoss, order: Sequence[int], outputs, dims, sizes: Sequence[int], numbers=None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Whole-batch scalars, and gradients of the outputs, from micro-batches of these sizes."""
     batch, parts = sum(sizes), []
     gradients: list[list[torch.Tensor]] = [[] for _ in outputs]
     constants = [c.detach().requires_grad_(c.requires_grad) for c in expression.constants]
-    values = planned.prepare(constants)
+    values = planned.prepare(constants, expression.numbers if numbers is None else numbers)
     batches = microbatches(planned.groups, batch, sizes)
     for rows in batches:
         leaves = []

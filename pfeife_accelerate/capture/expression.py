@@ -24,12 +24,13 @@ class Origin(Enum):
 
     LEAF = "leaf"
     CONSTANT = "constant"
+    NUMBER = "number"
     STEP = "step"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor operand of a step: which leaf, constant, or output of an earlier step."""
+    """An operand of a step: which leaf, constant, number, or output of an earlier step."""
 
     origin: Origin
     index: int
@@ -51,6 +52,8 @@ class Expression:
 
     leaves: tuple[Record, ...]
     constants: tuple[torch.Tensor, ...]
+    numbers: tuple[float, ...]
+    """Factors and terms written as Python floats: a script may change them at each step (an annealed weight)."""
     steps: tuple[Step, ...]
     scalars: tuple[tuple[Operand, Record], ...]
     counts: tuple[torch.Tensor, ...]
@@ -72,12 +75,15 @@ class Expression:
         leaves: Sequence[torch.Tensor],
         constants: Sequence[torch.Tensor],
         before_step: Callable[[str, str], None] | None = None,
+        numbers: Sequence[float] | None = None,
     ) -> list[torch.Tensor]:
         """Values of `scalars` for these leaves and constants, with autograd if it is enabled.
 
-        `before_step` is told each step's function and script line before it runs.
+        `numbers` stand in for the expression's own. `before_step` is told each step's function and script line before
+        it runs.
         """
         results: list[list[Any]] = []
+        floats = self.numbers if numbers is None else numbers
 
         def operand(item: Any) -> Any:
             if not isinstance(item, Operand):
@@ -87,6 +93,8 @@ class Expression:
                     return leaves[item.index]
                 case Origin.CONSTANT:
                     return constants[item.index]
+                case Origin.NUMBER:
+                    return floats[item.index]
                 case Origin.STEP:
                     return results[item.index][item.output]
 
@@ -98,6 +106,11 @@ class Expression:
         return [operand(scalar) for scalar, _ in self.scalars]
 
 
+_ARITHMETIC = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in ("add", "sub", "mul", "div", "true_divide", "truediv", "radd", "rsub", "rmul", "rdiv", "rtruediv")
+    for prefix, suffix in (("", ""), ("__", "__"))
+)
 _INDEXING = frozenset(("__getitem__", "index_select"))
 
 
@@ -114,6 +127,7 @@ class _Extraction:
         self.signatures: list[Hashable] = []
         self.index_of_operation: dict[int, int] = {}
         self.scalars: dict[int, tuple[Operand, Record]] = {}
+        self.numbers: list[float] = []
         self.counts: set[int] = set()
         self.indices: list[torch.Tensor] = []
         self.same: dict[int, torch.Tensor] = {}
@@ -124,6 +138,8 @@ class _Extraction:
             if name_of(operation.func) in _INDEXING:
                 mapped((operation.args, operation.kwargs), self._note_index)
             args, kwargs = mapped((operation.args, operation.kwargs), self._operand)
+            if name_of(operation.func) in _ARITHMETIC:
+                args = tuple([self._number(arg) if type(arg) is float else arg for arg in args])
             self.index_of_operation[id(operation)] = len(self.steps)
             self.steps.append(Step(operation, args, kwargs))
             self.signatures.append(_signature(operation, args, kwargs))
@@ -141,7 +157,8 @@ class _Extraction:
             tuple(i for i, c in enumerate(constants) if id(c) in self.counts),
         )
         counts = tuple(c for c in constants if id(c) in self.counts)
-        return Expression(leaves, constants, tuple(self.steps), tuple(scalars), counts, signature)
+        numbers = tuple(self.numbers)
+        return Expression(leaves, constants, numbers, tuple(self.steps), tuple(scalars), counts, signature)
 
     def _operand(self, item: Any) -> Any:
         if isinstance(item, Record):
@@ -151,6 +168,10 @@ class _Extraction:
             index, _ = self.constants.setdefault(id(item), (len(self.constants), item))
             return Operand(Origin.CONSTANT, index)
         return item
+
+    def _number(self, value: float) -> Operand:
+        self.numbers.append(value)
+        return Operand(Origin.NUMBER, len(self.numbers) - 1)
 
     def _note_index(self, item: Any) -> None:
         """Equal positions count as one constant: the same mask is written as indices anew each time it is used."""

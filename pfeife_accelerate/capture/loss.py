@@ -30,7 +30,7 @@ from pfeife_accelerate.capture.loss_operands import Rows, WholeValues
 from pfeife_accelerate.capture.loss_owned import run_if_owned
 from pfeife_accelerate.capture.loss_rules import apply_rule, draws_random_numbers
 from pfeife_accelerate.capture.loss_states import PARTIAL, REPLICATED, Refused, Split, State, StateKind
-from pfeife_accelerate.capture.loss_trace import trace
+from pfeife_accelerate.capture.loss_trace import trace, trace_with_free_numbers
 from pfeife_accelerate.compat import FakeTensorMode
 from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 
@@ -54,15 +54,18 @@ class SplitLoss:
         self._operands = tuple(builder.operands)
         self._scalars = tuple(scalars)
         self._lasting = WholeValues(values=()).lasting
+        self.fixed_numbers: tuple[float, ...] | None = None
+        """The expression's numbers, if it holds for them alone."""
         self.kinds: tuple[StateKind, ...] = tuple(state.kind for state in scalars)
 
-    def prepare(self, constants: Sequence[torch.Tensor]) -> WholeValues:
+    def prepare(self, constants: Sequence[torch.Tensor], numbers: Sequence[float]) -> WholeValues:
         """Compute, once a step and on the whole batch, all that depends on constants alone."""
         trainable = tuple(c for c in constants if c.requires_grad)
         fixed = [c for c in constants if not c.requires_grad]
         device = fixed[0].device.type if fixed else "cpu"
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            return WholeValues(values=tuple(self._constants(*fixed)), trainable=trainable, lasting=self._lasting)
+            inputs = (*fixed, *(numbers if self.fixed_numbers is None else ()))
+            return WholeValues(values=tuple(self._constants(*inputs)), trainable=trainable, lasting=self._lasting)
 
     def run(self, leaves: Sequence[torch.Tensor], whole: WholeValues, rows: Rows) -> tuple[torch.Tensor, ...]:
         """This micro-batch's contribution to every scalar of the expression, the loss first (with autograd)."""
@@ -89,7 +92,16 @@ def split(expression: Expression, fake_mode: FakeTensorMode, batch_size: int) ->
     for step in expression.steps:
         if isinstance(step.operation.func, CustomFunction) and step.operation.grad_enabled:
             raise Refused(f"{step.operation.func.__name__}, a torch.autograd.Function", step.operation.where)
-    gm = trace(expression, fake_mode)
+    gm = trace_with_free_numbers(expression, fake_mode)
+    fixed = gm is None
+    if gm is None:
+        gm = trace(expression, fake_mode, expression.numbers)
+    loss = _split_in_some_groups(expression, gm, batch_size)
+    loss.fixed_numbers = expression.numbers if fixed else None
+    return loss
+
+
+def _split_in_some_groups(expression: Expression, gm: fx.GraphModule, batch_size: int) -> SplitLoss:
     builder = LossBuilder(batch_size, CONTIGUOUS)
     try:
         return _split_in_groups(expression, gm, builder, CONTIGUOUS)
@@ -120,13 +132,16 @@ def _split_in_groups(expression: Expression, gm: fx.GraphModule, builder: LossBu
             if node.meta["val"].shape[leaf.batch_dim] != state.extent:
                 raise Refused(f"outputs of calls with different batch sizes ({leaf.value})", "")
         builder.leaf(node, state)
-    for node, constant in zip(placeholders[len(expression.leaves) :], expression.constants, strict=True):
+    others = placeholders[len(expression.leaves) :]
+    for node, constant in zip(others, expression.constants, strict=False):
         if any(constant is count for count in expression.counts):
             builder.counts.add(node)
         if constant.requires_grad:
             builder.leaf(node, REPLICATED)
         else:
             builder.constants[node] = builder.constant_graph.placeholder(node.name)
+    for node in others[len(expression.constants) :]:  # numbers
+        builder.constants[node] = builder.constant_graph.placeholder(node.name)
     for node in gm.graph.nodes:
         match node.op:
             case "call_function":

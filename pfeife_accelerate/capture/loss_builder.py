@@ -185,6 +185,8 @@ def name(node: fx.Node) -> str:
 def shape(node: fx.Node) -> tuple[int, ...]:
     """Shape of a traced whole-batch tensor."""
     value = node.meta.get("val")
+    if isinstance(value, float):
+        return ()
     if not isinstance(value, torch.Tensor):
         raise refusal(node)
     return tuple(value.shape)

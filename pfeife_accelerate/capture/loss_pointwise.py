@@ -137,7 +137,7 @@ def share(b: LossBuilder, value: Any, node: fx.Node) -> Any:
     if isinstance(value, fx.Node) and not b.is_constant(value) and b.state(value).kind is StateKind.PARTIAL:
         return b.micro[value]
     operand = b.operand(value)
-    if isinstance(value, fx.Node) and value.meta["val"].dtype != node.meta["val"].dtype:
+    if isinstance(value, fx.Node) and getattr(value.meta["val"], "dtype", None) not in (None, node.meta["val"].dtype):
         operand = b.emit(torch.Tensor.to, operand, node.meta["val"].dtype)  # shares of it need no less precision
     return b.emit(operator.mul, operand, b.fraction(b.everything))
 

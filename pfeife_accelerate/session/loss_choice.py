@@ -22,6 +22,11 @@ class LossChoice:
     separable: bool
     split: SplitLoss | None = None
 
+    def holds_for(self, numbers: tuple[float, ...]) -> bool:
+        """Whether an expression with these numbers is computed in this way too."""
+        fixed = None if self.split is None else self.split.fixed_numbers
+        return fixed is None or repr(fixed) == repr(numbers)  # 0.0 is not -0.0, and nan is nan
+
     @property
     def groups(self) -> RowGroups:
         """The rows that must stay in one micro-batch."""
@@ -43,7 +48,9 @@ class LossChooser:
         if num_microbatches == 1:
             return LossChoice(separable=True)
         key = (expression.signature, batch_size)
-        choice = self._known.pop(key, None) or self._work_out(expression, batch_size)
+        choice = self._known.pop(key, None)
+        if choice is None or not choice.holds_for(expression.numbers):
+            choice = self._work_out(expression, batch_size)
         self._known[key] = choice  # the latest is the last
         if len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]

@@ -26,7 +26,7 @@ class MicrobatchLoss:
         self._loss = loss
         self._gradient = gradient
         self._names = [leaf.value for leaf in expression.leaf_info]
-        self._whole = loss.prepare(constants) if loss is not None else None
+        self._whole = loss.prepare(constants, expression.numbers) if loss is not None else None
         self._parts: list[tuple[torch.Tensor, ...]] = []
 
     def forward(self, microbatch: Microbatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
