@@ -185,6 +185,11 @@ def disable_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def transform_is_active() -> bool:
+    """Whether a function is running under `torch.vmap`, `torch.func.grad` or their kin (torch 2.0 to 2.14)."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def make_wrapper(cls: type, like: torch.Tensor) -> Any:
     """A tensor of subclass `cls` without storage that reports `like`'s metadata (torch 1.11 to 2.14)."""
     return torch.Tensor._make_wrapper_subclass(

@@ -12,12 +12,13 @@ which calls of models can still be differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from pfeife_accelerate.capture import torch_functions as known
+from pfeife_accelerate.capture.custom_functions import CustomFunction, hides_its_backward
 from pfeife_accelerate.capture.inplace import change, write_out
 from pfeife_accelerate.capture.outcomes import FAKE_MODE
 from pfeife_accelerate.capture.recording import (
@@ -39,12 +40,18 @@ from pfeife_accelerate.capture.records import (
     value_of,
 )
 from pfeife_accelerate.capture.script import script_line
-from pfeife_accelerate.compat import BackwardCFunction, OpOverload, disable_torch_function, schema_of
+from pfeife_accelerate.compat import (
+    BackwardCFunction,
+    OpOverload,
+    disable_torch_function,
+    schema_of,
+    transform_is_active,
+)
 from pfeife_accelerate.errors import PfeifeError
 
 __all__ = [
-    "FAKE_MODE", "DeferredTensor", "Leaf", "Operation", "PipelinedCall", "Record", "Resolver", "is_deferred", "resolve",
-    "resolve_tree",
+    "FAKE_MODE", "DeferredTensor", "Leaf", "Operation", "PipelinedCall", "Record", "Resolver", "apply_custom_function",
+    "is_deferred", "resolve", "resolve_tree",
 ]  # fmt: skip
 
 
@@ -99,12 +106,25 @@ def resolve_tree(structure: Any) -> Any:
     return resolved(structure)
 
 
+def apply_custom_function(
+    original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`cls.apply(*args, **kwargs)`, recorded where a deferred tensor's gradient goes through it."""
+    if not hides_its_backward(cls, args, kwargs, is_deferred):
+        return original(cls, *args, **kwargs)
+    for tensor in deferred_in((args, kwargs)):
+        _refuse_foreign_gradient(tensor)
+    return record_call(CustomFunction(cls, original), args, kwargs)
+
+
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args and "input" in kwargs:
         args = (kwargs.pop("input"),)
     kind, name = known.kind_of(func, args, kwargs), known.name_of(func)
     if kind is known.Kind.METADATA and args and isinstance(args[0], DeferredTensor):
         return id(args[0]) if name == "__hash__" else func(args[0].record.fake, *args[1:], **kwargs)
+    if transform_is_active():
+        raise _under_transform(func)
     if kind is known.Kind.READ:
         return func(*resolved(args), **resolved(kwargs))
     for tensor in deferred_in((args, kwargs)):
@@ -130,6 +150,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return write_out(func, args, kwargs)
         case known.Kind.DROPOUT:
             return _dropout(*args, **kwargs)
+        case known.Kind.MASKED if not kwargs and isinstance(args[0], Deferred) and not isinstance(args[1], Deferred):
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return args[0].expand(shape)[args[1].expand(shape)]
         case known.Kind.STATISTICS:
             return _with_statistics(func, *args, **kwargs)
         case _:
@@ -191,17 +214,20 @@ def _refuse_foreign_gradient(tensor: Deferred) -> None:
     with disable_torch_function():
         if not tensor.requires_grad:
             return
-        foreign = not tensor.record.fake.requires_grad or isinstance(tensor.grad_fn, BackwardCFunction)
+        custom = isinstance(tensor.grad_fn, BackwardCFunction)
+        foreign = custom or not tensor.record.fake.requires_grad
     if foreign and torch.is_grad_enabled() and tensor.record.live:
+        kind = "a function with its own backward" if custom else "a scripted or transformed (vmap, torch.func) function"
         raise PfeifeError(
             id="PF522",
-            what=f"a function with its own backward ({_foreign_name(tensor)}) got a pipelined model's output",
+            what=f"{kind} ({_foreign_name(tensor)}) got a pipelined model's output",
             where=script_line(),
             why="its backward would be lost: operations are recorded, and differentiated where the last stage runs",
             hints=(
                 "write it with torch operations and detach(): x + (y - x).detach() is a straight-through estimator",
                 "apply it inside the model",
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) has none",
+                "write a batched expression instead of torch.vmap",
             ),
         )
 
@@ -210,6 +236,16 @@ def _foreign_name(tensor: Deferred) -> str:
     """Name of the custom function that made a tensor."""
     with disable_torch_function():
         return type(tensor.grad_fn).__name__.removesuffix("Backward")
+
+
+def _under_transform(func: Any) -> PfeifeError:
+    return PfeifeError(
+        id="PF540",
+        what=f"`{known.name_of(func)}` under torch.vmap or torch.func got the output of a pipelined model",
+        where=script_line(),
+        why="a transform runs its function on tensors of its own; what it does with this one cannot be recorded",
+        hints=("write the expression without the transform", "use it inside the model", "detach and read it first"),
+    )
 
 
 def _requires_grad(tensor: Deferred, requires_grad: bool = True) -> Deferred:

@@ -24,12 +24,13 @@ class Origin(Enum):
 
     LEAF = "leaf"
     CONSTANT = "constant"
+    NUMBER = "number"
     STEP = "step"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor operand of a step: which leaf, constant, or output of an earlier step."""
+    """An operand of a step: which leaf, constant, number, or output of an earlier step."""
 
     origin: Origin
     index: int
@@ -51,8 +52,12 @@ class Expression:
 
     leaves: tuple[Record, ...]
     constants: tuple[torch.Tensor, ...]
+    numbers: tuple[float, ...]
+    """Factors and terms written as Python floats: a script may change them at each step (an annealed weight)."""
     steps: tuple[Step, ...]
     scalars: tuple[tuple[Operand, Record], ...]
+    counts: tuple[torch.Tensor, ...]
+    """Constants used as an index that are 0, 1, 2, ...: `torch.arange(batch_size)`."""
     signature: Hashable
 
     @property
@@ -79,12 +84,15 @@ class Expression:
         leaves: Sequence[torch.Tensor],
         constants: Sequence[torch.Tensor],
         before_step: Callable[[str, str], None] | None = None,
+        numbers: Sequence[float] | None = None,
     ) -> list[torch.Tensor]:
         """Values of `scalars` for these leaves and constants, with autograd if it is enabled.
 
-        `before_step` is told each step's function and script line before it runs.
+        `numbers` stand in for the expression's own. `before_step` is told each step's function and script line before
+        it runs.
         """
         results: list[list[Any]] = []
+        floats = self.numbers if numbers is None else numbers
 
         def operand(item: Any) -> Any:
             if not isinstance(item, Operand):
@@ -94,6 +102,8 @@ class Expression:
                     return leaves[item.index]
                 case Origin.CONSTANT:
                     return constants[item.index]
+                case Origin.NUMBER:
+                    return floats[item.index]
                 case Origin.STEP:
                     return results[item.index][item.output]
 
@@ -111,6 +121,14 @@ def _operands(structure: Any) -> tuple[Operand, ...]:
     return tuple(found)
 
 
+_ARITHMETIC = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in ("add", "sub", "mul", "div", "true_divide", "truediv", "radd", "rsub", "rmul", "rdiv", "rtruediv")
+    for prefix, suffix in (("", ""), ("__", "__"))
+)
+_INDEXING = frozenset(("__getitem__", "index_select"))
+
+
 def extract(root: DeferredTensor) -> Expression:
     """The expression behind `root`, with steps in the order in which they were recorded."""
     return _Extraction().run(root.record)
@@ -124,11 +142,19 @@ class _Extraction:
         self.signatures: list[Hashable] = []
         self.index_of_operation: dict[int, int] = {}
         self.scalars: dict[int, tuple[Operand, Record]] = {}
+        self.numbers: list[float] = []
+        self.counts: set[int] = set()
+        self.indices: list[torch.Tensor] = []
+        self.same: dict[int, torch.Tensor] = {}
 
     def run(self, root: Record) -> Expression:
         for operation in _in_order(root):
             operation.check_unchanged()
+            if name_of(operation.func) in _INDEXING:
+                mapped((operation.args, operation.kwargs), self._note_index)
             args, kwargs = mapped((operation.args, operation.kwargs), self._operand)
+            if name_of(operation.func) in _ARITHMETIC:
+                args = tuple([self._number(arg) if type(arg) is float else arg for arg in args])
             self.index_of_operation[id(operation)] = len(self.steps)
             self.steps.append(Step(operation, args, kwargs))
             self.signatures.append(_signature(operation, args, kwargs))
@@ -143,16 +169,36 @@ class _Extraction:
             ),
             tuple(_metadata(c) for c in constants),
             tuple(operand for operand, _ in scalars),
+            tuple(i for i, c in enumerate(constants) if id(c) in self.counts),
         )
-        return Expression(leaves, constants, tuple(self.steps), tuple(scalars), signature)
+        counts = tuple(c for c in constants if id(c) in self.counts)
+        numbers = tuple(self.numbers)
+        return Expression(leaves, constants, numbers, tuple(self.steps), tuple(scalars), counts, signature)
 
     def _operand(self, item: Any) -> Any:
         if isinstance(item, Record):
             return self._reference(item)
         if isinstance(item, torch.Tensor):
+            item = self.same.get(id(item), item)
             index, _ = self.constants.setdefault(id(item), (len(self.constants), item))
             return Operand(Origin.CONSTANT, index)
         return item
+
+    def _number(self, value: float) -> Operand:
+        self.numbers.append(value)
+        return Operand(Origin.NUMBER, len(self.numbers) - 1)
+
+    def _note_index(self, item: Any) -> None:
+        """Equal positions count as one constant: the same mask is written as indices anew each time it is used."""
+        if not isinstance(item, torch.Tensor) or item.dtype is not torch.int64 or item.dim() != 1:
+            return
+        for known in self.indices:
+            if known.device == item.device and torch.equal(known, item):
+                self.same[id(item)] = known
+                return
+        self.indices.append(item)
+        if torch.equal(item, torch.arange(item.numel(), device=item.device)):
+            self.counts.add(id(item))
 
     def _reference(self, record: Record) -> Operand:
         if record.operation is None:

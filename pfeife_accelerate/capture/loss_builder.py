@@ -5,94 +5,33 @@ Also what every rule needs: a traced node's name, shape, arguments by name, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.loss_states import Refused, State, Window
+from pfeife_accelerate.capture.loss_operands import (
+    ConstantOperand,
+    CutOperand,
+    InsideOperand,
+    ItemsOperand,
+    Operand,
+    OwnedOperand,
+    PlacesOperand,
+    taken,
+)
+from pfeife_accelerate.capture.loss_states import PARTIAL, Refused, State, StateKind, Window
 from pfeife_accelerate.compat import OpOverload, schema_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """One micro-batch: its items are `start` to `start + count` of `total`."""
-
-    start: int
-    count: int
-    total: int
-
-    def overlap(self, window: Window) -> tuple[int, int]:
-        """First and last (exclusive) item of the batch that are in the window and in this micro-batch."""
-        stop = min(max(self.start + self.count, window.start), window.stop)
-        return min(max(self.start, window.start), window.stop), stop
-
-
-@dataclass(frozen=True)
-class ConstantOperand:
-    """Result `index` of the constant graph, as it is."""
-
-    index: int
-
-    def of(self, whole: tuple[Any, ...], rows: Rows) -> Any:
-        """The operand for one micro-batch."""
-        return whole[self.index]
-
-
-@dataclass(frozen=True)
-class CutOperand:
-    """Result `index` of the constant graph, cut to the micro-batch's rows as a value of this state is."""
-
-    index: int
-    state: State
-
-    def of(self, whole: tuple[Any, ...], rows: Rows) -> Any:
-        """The operand for one micro-batch."""
-        first, last = rows.overlap(self.state.window)
-        offset = first - self.state.window.start
-        return whole[self.index].narrow(self.state.dim, offset * self.state.rows, (last - first) * self.state.rows)
-
-
-class Number(Enum):
-    """A number that differs between micro-batches."""
-
-    ITEMS = "items of the window in the micro-batch"
-    FRACTION = "the same, of all items of the window"
-    OFFSET = "items between the first one of the outer window and the first one of the inner, both in the micro-batch"
-
-
-@dataclass(frozen=True)
-class NumberOperand:
-    """A `Number`, of a window (and the window inside it, for OFFSET)."""
-
-    number: Number
-    window: Window
-    inner: Window | None = None
-
-    def of(self, whole: tuple[Any, ...], rows: Rows) -> int | float:
-        """The operand for one micro-batch."""
-        first, last = rows.overlap(self.window)
-        match self.number:
-            case Number.ITEMS:
-                return last - first
-            case Number.FRACTION:
-                return (last - first) / self.window.items
-            case Number.OFFSET:
-                assert self.inner is not None
-                return min(max(rows.overlap(self.inner)[0] - first, 0), last - first)
-
-
-Operand = ConstantOperand | CutOperand | NumberOperand
+from pfeife_accelerate.ir.row_groups import RowGroups
 
 
 class LossBuilder:
     """Builds the two graphs; maps traced whole-batch nodes to nodes of the one or the other."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.everything = Window(0, batch_size)
+    def __init__(self, batch_size: int, groups: RowGroups) -> None:
+        self.everything = Window(tuple(groups.group_of(row, batch_size) for row in range(batch_size)))
         self.constant_graph = fx.Graph()
         self.micro_graph = fx.Graph()
         self.states: dict[fx.Node, State] = {}
@@ -102,7 +41,15 @@ class LossBuilder:
         """Results of operations that cut along the batch: one micro-batch node for each."""
         self.exported: dict[fx.Node, int] = {}
         self.operands: dict[Operand, fx.Node] = {}
+        self.counts: set[fx.Node] = set()
+        """Constants that are 0, 1, 2, ... at every step."""
+        self.suggested: list[RowGroups] = []
+        """Groups of rows that the script seems to treat together."""
         self._last_placeholder: fx.Node | None = None
+
+    def suggest(self, parts: int, run: int) -> None:
+        """Note how the script divides the batch."""
+        self.suggested.append(RowGroups(parts=parts, run=run))
 
     def is_constant(self, value: Any) -> bool:
         """Whether a traced node depends on constants alone."""
@@ -121,25 +68,67 @@ class LossBuilder:
 
     def whole(self, node: fx.Node) -> fx.Node:
         """A constant in the micro graph, as it is."""
-        return self._place(ConstantOperand(self._export(node)))
+        return self._place(ConstantOperand(self.export(node)))
 
     def cut(self, node: fx.Node, state: State) -> fx.Node:
-        """A constant in the micro graph, cut to the micro-batch's rows."""
+        """A constant, or what is the same for every micro-batch, cut to the micro-batch's rows."""
         if not 0 <= state.dim < len(shape(node)) or shape(node)[state.dim] != state.extent:
             raise refusal(node)
-        return self._place(CutOperand(self._export(node), state))
+        if not self.is_constant(node):
+            if self.state(node).kind is not StateKind.REPLICATED:
+                raise refusal(node)
+            return self.emit(taken, self.micro[node], state.dim, self._place(InsideOperand(state.window, state.rows)))
+        return self._place(CutOperand(self.export(node), state))
 
-    def items(self, state: State) -> fx.Node:
-        """How many items of a split value are in the micro-batch."""
-        return self._place(NumberOperand(Number.ITEMS, state.window))
+    def items(self, window: Window) -> fx.Node:
+        """How many items of the window are in the micro-batch."""
+        return self._place(ItemsOperand(window))
 
     def fraction(self, window: Window) -> fx.Node:
         """Which part of the window's items is in the micro-batch."""
-        return self._place(NumberOperand(Number.FRACTION, window))
+        return self._place(ItemsOperand(window, fraction=True))
 
-    def offset(self, outer: Window, inner: Window) -> fx.Node:
-        """Where, in the micro-batch's part of `outer`, its part of `inner` begins."""
-        return self._place(NumberOperand(Number.OFFSET, outer, inner))
+    def places(self, window: Window, items: range | tuple[int, ...], rows: int = 1) -> fx.Node:
+        """Where, in the micro-batch's part of the window, those of these items are that it has."""
+        return self._place(PlacesOperand(window, items, rows))
+
+    def picked_places(self, window: Window, picks: fx.Node) -> fx.Node:
+        """The same for items that a constant tells, always as a tensor."""
+        return self._place(PlacesOperand(window, self.export(picks)))
+
+    def part(self, node: fx.Node, state: State, refused_by: fx.Node) -> fx.Node:
+        """The micro-batch's part of a value that is split as `state` says, or whole on every micro-batch."""
+        if self.is_constant(node) or self.state(node).kind is StateKind.REPLICATED:
+            return self.cut(node, state)
+        if self.state(node) != state:
+            raise refusal(refused_by)
+        return self.micro[node]
+
+    def same(self, node: fx.Node, refused_by: fx.Node) -> fx.Node:
+        """A value that every micro-batch has as a whole."""
+        if not self.is_constant(node) and self.state(node).kind is not StateKind.REPLICATED:
+            raise refusal(refused_by)
+        return self.whole(node) if self.is_constant(node) else self.micro[node]
+
+    def owned(self, group: int) -> fx.Node:
+        """Whether the micro-batch has this group of rows."""
+        return self._place(OwnedOperand(group))
+
+    @contextmanager
+    def as_partial(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
+        """Owned values among the nodes seen as partial ones: zero for the micro-batches that do not have them."""
+        kept = {n: (self.states[n], self.micro[n]) for n in nodes if self.states[n].kind is StateKind.OWNED}
+        for n, (state, micro) in kept.items():
+            value = n.meta["val"]
+            self.states[n] = PARTIAL
+            self.micro[n] = self.emit(
+                value_or_zero, self.owned(state.group), micro, list(value.shape), value.dtype, value.device
+            )
+        try:
+            yield
+        finally:
+            for n, (state, micro) in kept.items():
+                self.states[n], self.micro[n] = state, micro
 
     def operand(self, value: Any) -> Any:
         """Any argument in the micro graph, constants as they are."""
@@ -162,7 +151,8 @@ class LossBuilder:
         self.constants[node] = node
         return node
 
-    def _export(self, node: fx.Node) -> int:
+    def export(self, node: fx.Node) -> int:
+        """Number of a constant among the results of the constant graph."""
         return self.exported.setdefault(self.constants[node], len(self.exported))
 
     def _place(self, operand: Operand) -> fx.Node:
@@ -172,6 +162,13 @@ class LossBuilder:
                 self._last_placeholder = self.micro_graph.placeholder(f"operand_{len(self.operands)}")
             self.operands[operand] = self._last_placeholder
         return self.operands[operand]
+
+
+def value_or_zero(
+    owned: bool, value: torch.Tensor | None, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An owned value as the micro-batch's term of a sum."""
+    return value if owned and value is not None else torch.zeros(shape, dtype=dtype, device=device)
 
 
 Result = tuple[fx.Node, State]
@@ -188,6 +185,8 @@ def name(node: fx.Node) -> str:
 def shape(node: fx.Node) -> tuple[int, ...]:
     """Shape of a traced whole-batch tensor."""
     value = node.meta.get("val")
+    if isinstance(value, float):
+        return ()
     if not isinstance(value, torch.Tensor):
         raise refusal(node)
     return tuple(value.shape)

@@ -105,8 +105,30 @@ def elementwise_loss(b: LossBuilder, node: fx.Node) -> Result:
 def _loss_share(op: Callable[..., Any], operands: dict[str, Any], reduction: int, fraction: float) -> torch.Tensor:
     """The micro-batch's contribution to a loss over the whole batch."""
     if reduction == _MEAN and fraction > 0:
-        return op(**operands, reduction=_MEAN) * fraction
-    return op(**operands, reduction=_NONE if reduction == _NONE else _SUM)  # type: ignore[no-any-return]
+        return _first(op(**operands, reduction=_MEAN)) * fraction
+    return _first(op(**operands, reduction=_NONE if reduction == _NONE else _SUM))
+
+
+def _first(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+
+
+def per_sample(b: LossBuilder, node: fx.Node) -> Result:
+    """Losses of class scores, one value a row."""
+    source, state = source_of(b, node)
+    given = arguments(node)
+    if not state.is_split or state.dim != 0 or len(shape(source)) != 2:
+        raise refusal(node)
+    reduction, target = given.pop("reduction"), given.pop("target")
+    others = {key: b.same(n, node) if isinstance(n, fx.Node) else n for key, n in given.items() if key != "self"}
+    operands = {"self": b.micro[source], "target": b.part(target, state, node), **others}
+    if reduction == _NONE:
+        micro, result = b.emit(_loss_share, node.target, operands, _NONE, 1.0), state
+    else:
+        micro, result = b.emit(_loss_share, node.target, operands, reduction, b.fraction(state.window)), PARTIAL
+    if "forward" in name(node):
+        b.pieces[node] = [(micro, result)]
+    return micro, result
 
 
 CRITERION_RULES: dict[str, Rule] = {
@@ -116,4 +138,5 @@ CRITERION_RULES: dict[str, Rule] = {
         binary_cross_entropy_with_logits.default soft_margin_loss.default"""),
         elementwise_loss,
     ),
+    **dict.fromkeys(("multi_margin_loss.default", "multilabel_margin_loss_forward.default"), per_sample),
 }

@@ -62,11 +62,9 @@ class Alignment:
         """The micro-batch's part of an operand."""
         own_dim = self.state.dim - (self._ndim - len(shape(n)))
         carries = own_dim >= 0 and shape(n)[own_dim] != 1
-        if self._b.is_constant(n):
-            return self._b.cut(n, replace(self.state, dim=own_dim)) if carries else self._b.whole(n)
-        if carries and self._b.state(n).kind is StateKind.REPLICATED:
-            raise refusal(self._node)
-        return self._b.micro[n]
+        if carries:
+            return self._b.part(n, replace(self.state, dim=own_dim), self._node)
+        return self._b.same(n, self._node)
 
 
 _LINEAR_UNARY = frozenset(
@@ -138,10 +136,10 @@ def share(b: LossBuilder, value: Any, node: fx.Node) -> Any:
     """A term of a sum with partial terms: what is the same for every micro-batch is given in shares."""
     if isinstance(value, fx.Node) and not b.is_constant(value) and b.state(value).kind is StateKind.PARTIAL:
         return b.micro[value]
-    part = b.emit(operator.mul, b.operand(value), b.fraction(b.everything))
-    if isinstance(value, fx.Node) and not _is_floating(value):
-        return b.emit(torch.Tensor.to, part, node.meta["val"].dtype)
-    return part
+    operand = b.operand(value)
+    if isinstance(value, fx.Node) and getattr(value.meta["val"], "dtype", None) not in (None, node.meta["val"].dtype):
+        operand = b.emit(torch.Tensor.to, operand, node.meta["val"].dtype)  # shares of it need no less precision
+    return b.emit(operator.mul, operand, b.fraction(b.everything))
 
 
 def unchanged_state(b: LossBuilder, node: fx.Node) -> Result:
@@ -170,5 +168,8 @@ POINTWISE_RULES: dict[str, Rule] = {
         unchanged_state,
     ),
     "detach.default": detach,
-    **dict.fromkeys(("zeros_like.default", "ones_like.default", "full_like.default", "fill.Scalar"), filled_like),
+    **dict.fromkeys(
+        words("zeros_like.default ones_like.default full_like.default empty_like.default fill.Scalar fill.Tensor"),
+        filled_like,
+    ),
 }

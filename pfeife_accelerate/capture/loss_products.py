@@ -1,105 +1,114 @@
-"""Rules for matrix products and for picking entries by index."""
+"""Rules for matrix products: the batch in the rows, in the columns, in both factors' items, or summed over."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, arguments, refusal, shape, source_of
-from pfeife_accelerate.capture.loss_states import State, StateKind
+from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, arguments, name, refusal, shape
+from pfeife_accelerate.capture.loss_states import PARTIAL, State, StateKind
 
 aten = torch.ops.aten
 
 
-def rows_times_matrix(b: LossBuilder, node: fx.Node) -> Result:
-    """`x @ W` with the batch in the rows of x; W is the same for all."""
+def product(b: LossBuilder, node: fx.Node) -> Result:
+    """`mm`, `bmm`, `mv`, `dot`: the last dimension of the first factor times the last but one of the second."""
     given = arguments(node)
-    left, right = (given["mat1"], given["mat2"]) if "mat1" in given else (given["self"], given["mat2"])
-    state = _split_in_front(b, node, left)
-    factors = [b.micro[left], _same_for_all(b, node, right)]
-    if "mat1" not in given:
-        return b.emit(aten.mm.default, *factors), state
-    bias = given["self"]
-    if len(shape(bias)) > 1 and shape(bias)[-2] != 1:
+    left, right = _factors(given)
+    state, micro_left, micro_right = _micro_factors(b, node, left, right)
+    return b.emit(node.target, micro_left, micro_right), state  # type: ignore[arg-type]
+
+
+def product_and_sum(b: LossBuilder, node: fx.Node) -> Result:
+    """`addmm` and its kin: the added matrix carries the batch where the product does, or is one row for all."""
+    given = arguments(node)
+    left, right = _factors(given)
+    state, micro_left, micro_right = _micro_factors(b, node, left, right)
+    if not state.is_split:
         raise refusal(node)
-    scales = {"beta": given["beta"], "alpha": given["alpha"]}
-    return b.emit(aten.addmm.default, _same_for_all(b, node, bias), *factors, **scales), state
+    added: fx.Node = given["self"]
+    own_dim = state.dim - (len(shape(node)) - len(shape(added)))
+    if own_dim >= 0 and shape(added)[own_dim] != 1:
+        micro_added = b.part(added, replace(state, dim=own_dim), node)
+    else:
+        micro_added = b.same(added, node)
+    scales = {key: given[key] for key in ("beta", "alpha")}
+    return b.emit(node.target, micro_added, micro_left, micro_right, **scales), state  # type: ignore[arg-type]
 
 
-def batched_product(b: LossBuilder, node: fx.Node) -> Result:
-    """`bmm` over the batch: each item's matrices with its own."""
-    given = arguments(node)
-    factors = (given["self"], given["mat2"])
-    states = {_split_in_front(b, node, f) for f in factors if not b.is_constant(f)}
+def _factors(given: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+    left = next(key for key in ("mat1", "batch1", "mat", "self") if key in given)
+    right = next(key for key in ("mat2", "batch2", "vec", "tensor") if key in given)
+    return given[left], given[right]
+
+
+def _micro_factors(b: LossBuilder, node: fx.Node, left: fx.Node, right: fx.Node) -> tuple[State, fx.Node, fx.Node]:
+    """The product's state and the factors on the micro-batch."""
+    split = [n for n in (left, right) if not b.is_constant(n) and b.state(n).kind is not StateKind.REPLICATED]
+    if not split or not all(b.state(n).is_split for n in split):
+        raise refusal(node)
+    ndim = {n: len(shape(n)) for n in (left, right)}
+    contracted = {left: ndim[left] - 1, right: max(ndim[right] - 2, 0)}
+    first, state = split[0], b.state(split[0])
+    other = right if first is left else left
+    if left is right:  # the same value twice: as two
+        if ndim[left] != 3 or state.dim != 0:
+            raise refusal(node)
+        return state, b.micro[left], b.micro[right]
+    if state.dim == contracted[first]:
+        part = b.part(other, replace(state, dim=contracted[other]), node)
+        result = PARTIAL
+    elif ndim[first] == 3 and state.dim == 0:
+        part = b.part(other, state, node)
+        result = state
+    else:
+        part = b.same(other, node)
+        result = replace(state, dim=_kept_dim(first is left, state.dim, ndim[left], ndim[right]))
+    micro = {first: b.micro[first], other: part}
+    return result, micro[left], micro[right]
+
+
+def _kept_dim(in_left: bool, dim: int, left: int, right: int) -> int:
+    """Where a dimension of a factor is in the product."""
+    if in_left:
+        return dim
+    return dim if left == right else dim - 1
+
+
+def per_matrix(b: LossBuilder, node: fx.Node) -> Result:
+    """Operations on each matrix (the last two dimensions) by itself, operands with equal dimensions in front."""
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    states = {b.state(n) for n in tensors if not b.is_constant(n) and b.state(n).kind is not StateKind.REPLICATED}
     if len(states) != 1:
         raise refusal(node)
     state = states.pop()
-    return b.emit(aten.bmm.default, *(b.cut(f, state) if b.is_constant(f) else b.micro[f] for f in factors)), state
+    ndim = len(shape(tensors[0]))
+    if not state.is_split or state.dim >= ndim - 2 or any(len(shape(n)) != ndim for n in tensors):
+        raise refusal(node)
+    micro = {n: b.part(n, state, node) for n in tensors}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: micro[n])
+    return b.emit(node.target, *args, **kwargs), state  # type: ignore[arg-type]
 
 
-def rows_times_vector(b: LossBuilder, node: fx.Node) -> Result:
-    """`x @ v` with the batch in the rows of x."""
+def embedding(b: LossBuilder, node: fx.Node) -> Result:
+    """Rows of a table that is the same for all, looked up by split indices."""
     given = arguments(node)
-    state = _split_in_front(b, node, given["self"])
-    return b.emit(aten.mv.default, b.micro[given["self"]], _same_for_all(b, node, given["vec"])), state
-
-
-def _split_in_front(b: LossBuilder, node: fx.Node, factor: fx.Node) -> State:
-    if b.is_constant(factor) or not b.state(factor).is_split or b.state(factor).dim != 0:
+    indices: fx.Node = given["indices"]
+    if b.is_constant(indices) or not b.state(indices).is_split or name(node) != "embedding.default":
         raise refusal(node)
-    return b.state(factor)
-
-
-def _same_for_all(b: LossBuilder, node: fx.Node, factor: fx.Node) -> fx.Node:
-    if not b.is_constant(factor) and b.state(factor).kind is not StateKind.REPLICATED:
-        raise refusal(node)
-    result: fx.Node = b.operand(factor)
-    return result
-
-
-def gather(b: LossBuilder, node: fx.Node) -> Result:
-    """`gather(x, dim, index)` along a dimension that is not the batch."""
-    source, state = source_of(b, node)
-    given = arguments(node)
-    index = given["index"]
-    if not state.is_split or given["dim"] % len(shape(source)) == state.dim or shape(index)[state.dim] != state.extent:
-        raise refusal(node)
-    if not b.is_constant(index) and b.state(index) != state:
-        raise refusal(node)
-    micro_index = b.cut(index, state) if b.is_constant(index) else b.micro[index]
-    return b.emit(aten.gather.default, b.micro[source], given["dim"], micro_index), state
-
-
-def index_select(b: LossBuilder, node: fx.Node) -> Result:
-    """The same entries of every item."""
-    source, state = source_of(b, node)
-    given = arguments(node)
-    if not state.is_split or given["dim"] % len(shape(source)) == state.dim or not b.is_constant(given["index"]):
-        raise refusal(node)
-    return b.emit(aten.index_select.default, b.micro[source], given["dim"], b.whole(given["index"])), state
-
-
-def index(b: LossBuilder, node: fx.Node) -> Result:
-    """`x[:, i]` with one constant tensor of integers, on a dimension behind the batch."""
-    source, state = source_of(b, node)
-    indices = arguments(node)["indices"]
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if not state.is_split or len(used) != 1 or used[0] <= state.dim or not b.is_constant(indices[used[0]]):
-        raise refusal(node)
-    if indices[used[0]].meta["val"].dtype in (torch.bool, torch.uint8):
-        raise refusal(node)
-    micro = [None if i is None else b.whole(i) for i in indices]
-    return b.emit(aten.index.Tensor, b.micro[source], micro), replace(state)
+    return b.emit(aten.embedding.default, b.same(given["weight"], node), b.micro[indices]), b.state(indices)
 
 
 PRODUCT_RULES: dict[str, Rule] = {
-    "mm.default": rows_times_matrix,
-    "addmm.default": rows_times_matrix,
-    "bmm.default": batched_product,
-    "mv.default": rows_times_vector,
-    "gather.default": gather,
-    "index_select.default": index_select,
-    "index.Tensor": index,
-}
+    **dict.fromkeys(("mm.default", "bmm.default", "mv.default", "dot.default"), product),
+    **dict.fromkeys(("addmm.default", "baddbmm.default", "addmv.default"), product_and_sum),
+    **dict.fromkeys(
+        ("_cdist_forward.default", "_linalg_slogdet.default", "_linalg_det.default", "linalg_inv_ex.default",
+         "_linalg_solve_ex.default", "linalg_cholesky_ex.default", "tril.default", "triu.default"),
+        per_matrix,
+    ),
+    "embedding.default": embedding,
+}  # fmt: skip

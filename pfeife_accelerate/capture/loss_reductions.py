@@ -77,7 +77,7 @@ def along_dim(b: LossBuilder, node: fx.Node) -> Result:
     """Operations along one dimension that keep the number of dimensions: refused along the batch."""
     source, state = source_of(b, node)
     given: dict[str, Any] = arguments(node)
-    dims = dims_of(given["dim"] if "dim" in given else given["dims"], len(shape(source)))
+    dims = dims_of(given["dim"], len(shape(source)))
     if state == PARTIAL or (state.is_split and state.dim in dims):
         raise refusal(node)
     return emit_same(b, node, state)
@@ -87,13 +87,14 @@ REDUCTION_RULES: dict[str, Rule] = {
     **dict.fromkeys(("sum.default", "sum.dim_IntList", "mean.default", "mean.dim"), sum_or_mean),
     **dict.fromkeys(
         words("""amax.default amin.default max.dim min.dim max.default min.default var.correction std.correction
-        var_mean.correction prod.default prod.dim_int logsumexp.default linalg_vector_norm.default argmax.default
-        argmin.default all.default all.dim all.dims any.default any.dim any.dims median.dim"""),
+        var_mean.correction prod.default prod.dim_int logsumexp.default linalg_vector_norm.default norm.ScalarOpt_dim
+        norm.Scalar kthvalue.default mode.default nanmedian.dim nansum.default argmax.default argmin.default
+        all.default all.dim all.dims any.default any.dim any.dims median.dim"""),
         within_items,
     ),
     **dict.fromkeys(
-        words("""_softmax.default _log_softmax.default cumsum.default cumprod.default logcumsumexp.default sort.default
-        sort.stable flip.default topk.default glu.default"""),
+        words("""_softmax.default _log_softmax.default cumsum.default cumprod.default logcumsumexp.default
+        cummax.default cummin.default sort.default sort.stable topk.default glu.default"""),
         along_dim,
     ),
 }

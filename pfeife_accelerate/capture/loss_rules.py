@@ -10,12 +10,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, name, refusal
+from pfeife_accelerate.capture.loss_builder import LossBuilder, Result, Rule, emit_same, name, refusal
 from pfeife_accelerate.capture.loss_criteria import CRITERION_RULES
+from pfeife_accelerate.capture.loss_indexing import INDEXING_RULES
+from pfeife_accelerate.capture.loss_layers import LAYER_RULES
+from pfeife_accelerate.capture.loss_owned import joined, owned_operation, owner_of
 from pfeife_accelerate.capture.loss_pointwise import POINTWISE_RULES, pointwise
 from pfeife_accelerate.capture.loss_products import PRODUCT_RULES
 from pfeife_accelerate.capture.loss_reductions import REDUCTION_RULES
 from pfeife_accelerate.capture.loss_shapes import SHAPE_RULES
+from pfeife_accelerate.capture.loss_states import REPLICATED, Refused, StateKind
 from pfeife_accelerate.compat import OpOverload
 
 RULES: dict[str, Rule] = {
@@ -23,6 +27,8 @@ RULES: dict[str, Rule] = {
     **REDUCTION_RULES,
     **SHAPE_RULES,
     **PRODUCT_RULES,
+    **INDEXING_RULES,
+    **LAYER_RULES,
     **CRITERION_RULES,
 }
 
@@ -37,6 +43,28 @@ def apply_rule(b: LossBuilder, node: fx.Node) -> Result:
 
     Raises: Refused if the operation has no rule, or its rule does not fit.
     """
+    if name(node) == "getitem" and node.args[0] in b.pieces:  # the pieces' states are not alike
+        return RULES["getitem"](b, node)
+    operands = [n for n in node.all_input_nodes if not b.is_constant(n)]
+    kinds = {b.state(n).kind for n in operands}
+    if kinds == {StateKind.REPLICATED}:
+        return emit_same(b, node, REPLICATED)
+    owner = owner_of(b, node)
+    if StateKind.OWNED not in kinds:
+        try:
+            return _by_table(b, node)
+        except Refused:
+            if owner is None:
+                raise
+    if owner is not None:
+        return owned_operation(b, node, owner)
+    if kinds == {StateKind.OWNED} and name(node) in ("stack.default", "cat.default"):
+        return joined(b, node)
+    with b.as_partial(operands):
+        return _by_table(b, node)
+
+
+def _by_table(b: LossBuilder, node: fx.Node) -> Result:
     rule = RULES.get(name(node))
     if rule is None and isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
         rule = pointwise

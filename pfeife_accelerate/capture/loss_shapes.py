@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -23,30 +22,33 @@ from pfeife_accelerate.capture.loss_builder import (
     shape,
     source_of,
 )
+from pfeife_accelerate.capture.loss_operands import taken
+from pfeife_accelerate.capture.loss_owned import select_item
 from pfeife_accelerate.capture.loss_pointwise import share, unchanged_state
 from pfeife_accelerate.capture.loss_reductions import without_dims
-from pfeife_accelerate.capture.loss_states import PARTIAL, State, StateKind, Window
+from pfeife_accelerate.capture.loss_states import PARTIAL, Split, State, StateKind, Window
+from pfeife_accelerate.capture.loss_views import viewed
 
 aten = torch.ops.aten
 
 
 def view(b: LossBuilder, node: fx.Node) -> Result:
-    """Reshapes: whatever precedes the batch must still precede it, then the batch's dimension scales with the items."""
+    """Reshapes: afterwards there must be one dimension again whose index tells which group an entry belongs to."""
     source, state = source_of(b, node)
     if not state.is_split:
         return unchanged_state(b, node)
     before, after = shape(source), shape(node)
-    per_item = state.rows * prod(before[state.dim + 1 :])
-    for dim, size in enumerate(after):
-        rows, left_over = divmod(size, state.window.items)
-        if (
-            prod(after[:dim]) == prod(before[: state.dim])
-            and not left_over
-            and rows * prod(after[dim + 1 :]) == per_item
-        ):
+    for dim in range(len(after)):
+        made = viewed(state, before, after, dim)
+        if made is not None:
             sizes: list[Any] = list(after)
-            sizes[dim] = b.emit(operator.mul, b.items(state), rows)
-            return b.emit(aten.reshape.default, b.micro[source], sizes), replace(state, dim=dim, rows=rows)
+            sizes[dim] = b.emit(operator.mul, b.items(made.window), made.rows)
+            return b.emit(aten.reshape.default, b.micro[source], sizes), made
+    for size in after:
+        if 1 < size < len(b.everything.groups) and len(b.everything.groups) % size == 0:
+            other = len(b.everything.groups) // size
+            for parts, run in ((size, 1), (1, size), (other, 1), (1, other)):
+                b.suggest(parts, run)
     raise refusal(node)
 
 
@@ -62,15 +64,18 @@ def expand(b: LossBuilder, node: fx.Node) -> Result:
 
 
 def repeat(b: LossBuilder, node: fx.Node) -> Result:
-    """Copies along dimensions other than the batch."""
+    """Copies; along the batch, of the whole window one after the other."""
     source, state = source_of(b, node)
     if not state.is_split:
         return unchanged_state(b, node)
     repeats = arguments(node)["repeats"]
     dim = state.dim + len(repeats) - len(shape(source))
-    if repeats[dim] != 1:
+    if repeats[dim] == 1:
+        return emit_same(b, node, replace(state, dim=dim))
+    groups = known_groups(b, node, state) * repeats[dim]
+    if not groups:
         raise refusal(node)
-    return emit_same(b, node, replace(state, dim=dim))
+    return emit_same(b, node, Split(dim, state.rows, Window(groups)))
 
 
 def unsqueeze(b: LossBuilder, node: fx.Node) -> Result:
@@ -113,18 +118,19 @@ def permute(b: LossBuilder, node: fx.Node) -> Result:
 
 
 def select(b: LossBuilder, node: fx.Node) -> Result:
-    """One entry of a dimension that is not the batch."""
+    """One entry of a dimension."""
     source, state = source_of(b, node)
     if not state.is_split:
         return unchanged_state(b, node)
-    dim = arguments(node)["dim"] % len(shape(source))
+    given, extent = arguments(node), shape(source)
+    dim = given["dim"] % len(extent)
     if dim == state.dim:
-        raise refusal(node)
+        return select_item(b, node, source, state, given["index"] % extent[dim])
     return emit_same(b, node, without_dims(state, (dim,)))
 
 
 def slice_(b: LossBuilder, node: fx.Node) -> Result:
-    """A part of a dimension; of the batch itself only whole items, one after the other."""
+    """A part of a dimension."""
     source, state = source_of(b, node)
     if not state.is_split:
         return unchanged_state(b, node)
@@ -132,24 +138,41 @@ def slice_(b: LossBuilder, node: fx.Node) -> Result:
     dim, size = given["dim"] % len(shape(source)), shape(source)[given["dim"]]
     if dim != state.dim:
         return emit_same(b, node, state)
-    start, stop, step = slice(given["start"], given["end"]).indices(size)
-    if given["step"] != step:
-        raise refusal(node)
-    return _window(b, node, source, state, start, stop)
+    start, stop, step = slice(given["start"], given["end"], given["step"]).indices(size)
+    if step > 1:
+        b.suggest(1, step)
+    return window(b, node, source, state, range(start, max(start, stop), step))
 
 
-def _window(b: LossBuilder, node: fx.Node, source: fx.Node, state: State, start: int, stop: int) -> Result:
-    """Entries `start` to `stop` of a split value's batch dimension."""
-    if stop <= start or start % state.rows or stop % state.rows:
-        raise refusal(node)
-    outer, first = state.window, state.window.start
-    inner = Window(first + start // state.rows, first + stop // state.rows)
-    if inner == outer:
+def window(b: LossBuilder, node: fx.Node, source: fx.Node, state: State, entries: range | tuple[int, ...]) -> Result:
+    """These entries of a split value's batch dimension, in this order."""
+    if len(entries) == state.extent and all(i == entry for i, entry in enumerate(entries)):
         return b.micro[source], state
-    kept = replace(state, window=inner)
-    offset = b.emit(operator.mul, b.offset(outer, inner), state.rows)
-    length = b.emit(operator.mul, b.items(kept), state.rows)
-    return b.emit(aten.narrow.default, b.micro[source], state.dim, offset, length), kept
+    if not entries:
+        raise refusal(node)
+    if isinstance(entries, range):
+        _suggest_parts(b, state, entries)
+    groups, rows = known_groups(b, node, state), state.rows
+    if isinstance(entries, range) and entries.step == 1 and not entries.start % rows and not entries.stop % rows:
+        entries = range(entries.start // rows, entries.stop // rows)
+    elif rows > 1:
+        groups, rows = tuple(g for g in groups for _ in range(rows)), 1
+    kept = Split(state.dim, rows, Window(tuple(groups[entry] for entry in entries)))
+    places = b.places(Window(groups), entries, rows)
+    return b.emit(taken, b.micro[source], state.dim, places), kept
+
+
+def _suggest_parts(b: LossBuilder, state: State, entries: range) -> None:
+    """Equal parts that begin where these entries do."""
+    if state.window == b.everything and len(entries) and not state.extent % len(entries):
+        b.suggest(state.extent // len(entries), 1)
+
+
+def known_groups(b: LossBuilder, node: fx.Node, state: State) -> tuple[int, ...]:
+    """The groups of a window that is known before the step."""
+    if state.window.picks is not None:
+        raise refusal(node)
+    return state.window.groups
 
 
 def pieces(b: LossBuilder, node: fx.Node) -> Result:
@@ -161,12 +184,14 @@ def pieces(b: LossBuilder, node: fx.Node) -> Result:
     if not state.is_split or dim != state.dim:
         return emit_same(b, node, without_dims(state, (dim,), keepdim=not unbound) if state.is_split else state)
     if unbound:
-        raise refusal(node)
+        b.pieces[node] = [select_item(b, node, source, state, i) for i in range(extent[dim])]
+        return b.pieces[node][0]
     sizes = given["split_sizes"] if "split_sizes" in given else given["split_size"]
     if isinstance(sizes, int):
         sizes = [min(sizes, extent[dim] - at) for at in range(0, extent[dim], sizes)]
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    b.pieces[node] = [_window(b, node, source, state, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    ranges = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    b.pieces[node] = [window(b, node, source, state, entries) for entries in ranges]
     return b.pieces[node][0]
 
 
@@ -200,13 +225,69 @@ def cat_or_stack(b: LossBuilder, node: fx.Node) -> Result:
         if PARTIAL not in states:
             return emit_same(b, node, states.pop())
         return b.emit(node.target, [share(b, p, node) for p in parts], dim), PARTIAL  # type: ignore[arg-type]
-    state = states.pop()
     ndim = len(shape(node)) - stacked
-    if states or (dim == state.dim and not stacked) or any(len(shape(p)) != ndim for p in parts):
+    if any(len(shape(p)) != ndim for p in parts):
+        raise refusal(node)
+    if not stacked and all(s.is_split and s.dim == dim for s in states):
+        return _cat_of_items(b, node, parts, dim)
+    state = states.pop()
+    if states or (dim == state.dim and not stacked):
         raise refusal(node)
     micro = [b.cut(p, state) if b.is_constant(p) else b.micro[p] for p in parts]
     out = replace(state, dim=state.dim + (stacked and dim <= state.dim))
     return b.emit(node.target, micro, dim), out  # type: ignore[arg-type]
+
+
+def _cat_of_items(b: LossBuilder, node: fx.Node, parts: list[fx.Node], dim: int) -> Result:
+    """`cat` along the batch: the items of the one, then those of the other."""
+    if any(b.is_constant(p) for p in parts):
+        raise refusal(node)
+    groups: list[int] = []
+    for part in parts:
+        groups += [g for g in known_groups(b, node, b.state(part)) for _ in range(b.state(part).rows)]
+    micro = [b.micro[p] for p in parts]
+    return b.emit(node.target, micro, dim), Split(dim, 1, Window(tuple(groups)))  # type: ignore[arg-type]
+
+
+def diagonal(b: LossBuilder, node: fx.Node) -> Result:
+    """The diagonal of two dimensions that are not the batch."""
+    source, state = source_of(b, node)
+    given, ndim = arguments(node), len(shape(source))
+    dims = (given["dim1"] % ndim, given["dim2"] % ndim)
+    if not state.is_split or state.dim in dims:
+        raise refusal(node)
+    return emit_same(b, node, without_dims(state, dims))
+
+
+def unfold(b: LossBuilder, node: fx.Node) -> Result:
+    """Overlapping windows of a dimension that is not the batch."""
+    source, state = source_of(b, node)
+    if not state.is_split or arguments(node)["dimension"] % len(shape(source)) == state.dim:
+        raise refusal(node)
+    return emit_same(b, node, state)
+
+
+def flip(b: LossBuilder, node: fx.Node) -> Result:
+    """`flip`; along the batch it leaves the items in the opposite order."""
+    source, state = source_of(b, node)
+    dims = dims_of(arguments(node)["dims"], len(shape(source)))
+    if state == PARTIAL:
+        raise refusal(node)
+    if state.is_split and state.dim in dims:
+        state = Split(state.dim, state.rows, Window(known_groups(b, node, state)[::-1]))
+    return emit_same(b, node, state)
+
+
+def roll(b: LossBuilder, node: fx.Node) -> Result:
+    """`roll` along one dimension."""
+    source, state = source_of(b, node)
+    given, extent = arguments(node), shape(source)
+    if not state.is_split or len(given["dims"]) != 1:
+        raise refusal(node)
+    if given["dims"][0] % len(extent) != state.dim:
+        return emit_same(b, node, state)
+    size = state.extent
+    return window(b, node, source, state, tuple((i - given["shifts"][0]) % size for i in range(size)))
 
 
 def _table(rules: Iterable[tuple[Rule, str]]) -> dict[str, Rule]:
@@ -225,6 +306,10 @@ SHAPE_RULES: dict[str, Rule] = _table(
         (slice_, "slice.Tensor"),
         (pieces, "split.Tensor split_with_sizes.default unbind.int"),
         (pad, "constant_pad_nd.default"),
+        (diagonal, "diagonal.default"),
+        (unfold, "unfold.default"),
+        (flip, "flip.default"),
+        (roll, "roll.default"),
         (cat_or_stack, "cat.default stack.default"),
         (getitem, "getitem"),
     )

@@ -6,6 +6,7 @@ that no gradient flows through, `where` is the script's line.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from pfeife_accelerate.capture.loss_states import Refused
 from pfeife_accelerate.compat import FakeTensorMode, OpOverload, TorchDispatchMode, schema_of
 
 
-def trace(expression: Expression, fake_mode: FakeTensorMode) -> fx.GraphModule:
+def trace(expression: Expression, fake_mode: FakeTensorMode, numbers: Sequence[float]) -> fx.GraphModule:
     """ATen graph of the expression on fake whole-batch tensors: inputs are leaves then constants, outputs the scalars.
+
+    `numbers` take the place of the expression's own.
 
     Raises: Refused if the expression cannot be traced: a shape depends on data, or a value that others see is changed.
     """
@@ -29,7 +32,9 @@ def trace(expression: Expression, fake_mode: FakeTensorMode) -> fx.GraphModule:
 
     def replay(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with annotate:
-            return expression.replay(tensors[:num_leaves], tensors[num_leaves:], before_step=annotate.begin)
+            return expression.replay(
+                tensors[:num_leaves], tensors[num_leaves:], before_step=annotate.begin, numbers=numbers
+            )
 
     try:
         with torch.enable_grad():
@@ -40,6 +45,29 @@ def trace(expression: Expression, fake_mode: FakeTensorMode) -> fx.GraphModule:
     _without_mutation(gm.graph)
     gm.graph.eliminate_dead_code()
     return gm
+
+
+def trace_with_free_numbers(expression: Expression, fake_mode: FakeTensorMode) -> fx.GraphModule | None:
+    """The same graph with the numbers as its last inputs; None if one of them does not go into an operation as it is.
+
+    They are told by their values: numbers that no script writes, each in one place.
+    """
+    marks = [_MARK * (1 + i / 4096) for i in range(len(expression.numbers))]
+    gm = trace(expression, fake_mode, marks)
+    last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+    for i, mark in enumerate(marks):
+        users = [n for n in gm.graph.nodes if any(type(arg) is float and arg == mark for arg in n.args)]
+        if not users:
+            return None
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"number_{i}")
+        last.meta["val"] = expression.numbers[i]
+        for user in users:
+            user.args = tuple(last if type(arg) is float and arg == mark else arg for arg in user.args)
+    return gm
+
+
+_MARK = 0.7310585786300049e-3
 
 
 class _Annotate(TorchDispatchMode):

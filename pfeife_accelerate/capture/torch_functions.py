@@ -30,6 +30,7 @@ class Kind(Enum):
     SHAPED_LIKE = "needs only its second argument's shape, dtype and device"
     INPLACE = "changes its first argument"
     OUT = "writes into a given tensor"
+    MASKED = "takes the entries where a mask is true"
     DROPOUT = "draws a mask"
     STATISTICS = "updates running statistics"
     OTHER = "recorded"
@@ -121,6 +122,7 @@ _KINDS: dict[Kind, frozenset[str]] = {
     Kind.ITERATE: frozenset({"__iter__"}),
     Kind.LIKE: _LIKE,
     Kind.SHAPED_LIKE: frozenset({"view_as", "expand_as", "reshape_as", "type_as"}),
+    Kind.MASKED: frozenset({"masked_select"}),
     Kind.DROPOUT: frozenset({"dropout"}),
     Kind.STATISTICS: frozenset({"batch_norm", "instance_norm"}),
     Kind.INPLACE: _INPLACE_OPERATORS,

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType
+from types import ClassMethodDescriptorType, ModuleType
 from typing import Any, Final
 
 from pfeife_accelerate.errors import PfeifeError
@@ -141,6 +141,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         signature="(parameters, max_norm, norm_type, error_if_nonfinite, foreach)",
         when=SeamGroup.TORCH,
     ),
+    Seam(
+        owner="torch.autograd.function:Function",
+        name="apply",
+        hook="pfeife_accelerate.integration.functions:apply",
+        signature="(cls, *args, **kwargs)",
+        when=SeamGroup.TORCH,
+    ),
     _trainer("transformers.trainer:Trainer", "is_world_process_zero", SeamGroup.TRAINER),
     _trainer("transformers.training_args:TrainingArguments", "should_save", SeamGroup.ARGUMENTS),
     _trainer("transformers.training_args:TrainingArguments", "should_log", SeamGroup.ARGUMENTS),
@@ -176,8 +183,9 @@ _INSTALLED: Final = _Installed()
 
 def install(group: SeamGroup) -> None:
     """Put in the seams of `group` that are not in yet; refuse before the first one if any does not fit."""
-    waiting = [seam for seam in SEAMS if seam.when is group and seam not in _INSTALLED.originals]
-    owners = {seam: _owner(seam) for seam in waiting}
+    # To find an owner may import torch, which lets this package put in these very seams before we go on.
+    owners = {seam: _owner(seam) for seam in SEAMS if seam.when is group and seam not in _INSTALLED.originals}
+    waiting = [seam for seam in owners if seam not in _INSTALLED.originals]
     for seam in waiting:
         row = _inspect(seam, owners[seam])
         if not row.matches:
@@ -278,6 +286,8 @@ def _function(attribute: Any) -> Callable[..., Any]:
 
 
 def _signature(function: Callable[..., Any]) -> str:
+    if isinstance(function, ClassMethodDescriptorType):  # a class method in C has no signature and takes anything
+        return "(cls, *args, **kwargs)"
     marks: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = inspect.signature(function).parameters.values()
     return "(" + ", ".join(marks.get(parameter.kind, "") + parameter.name for parameter in parameters) + ")"
@@ -302,7 +312,7 @@ def _wrapped(original: Any, hook: Callable[..., Any]) -> Any:
             return property(replacement, original.fset, original.fdel, original.__doc__)
         case staticmethod():
             return staticmethod(replacement)
-        case classmethod():
+        case classmethod() | ClassMethodDescriptorType():
             return classmethod(replacement)
         case _:
             return replacement

@@ -21,6 +21,7 @@ from pfeife_accelerate.capture.split import StagedGraph, value_info
 from pfeife_accelerate.compat import expression_of
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.program import ValueInfo
+from pfeife_accelerate.runtime import microbatch
 from pfeife_accelerate.runtime.step import StepInputs, StepState
 
 if TYPE_CHECKING:
@@ -210,7 +211,9 @@ class Call:
         """The whole-batch value from the micro-batches' values."""
         dim = self.graph.batch_dim(self.graph.node_of[name].meta["example_value"])
         ordered = [parts[i] for i in sorted(parts)]
-        return ordered[0] if dim is None or len(ordered) == 1 else torch.cat(ordered, dim)
+        if dim is None:
+            return ordered[0]
+        return microbatch.whole(ordered, dim, [data.rows for data in self.inputs.microbatches])
 
 
 def _second_backward() -> PfeifeError:

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.session.call import Call, Progress
 from pfeife_accelerate.session.guess import Guess
@@ -38,6 +39,7 @@ class Announcement:
     """One schedule to run: its kind, the call, the values its loss reads, and others that the script may read.
 
     `seed` is the call's, as taken on the leading rank: another rank's script may have drawn more numbers.
+    `groups` are the rows that the loss needs in one micro-batch.
     """
 
     run: Run
@@ -52,13 +54,15 @@ class Announcement:
     """What is differentiated, if no script has called backward yet."""
     seed: int = 0
     """What the random operations derive their seeds from."""
+    groups: RowGroups = CONTIGUOUS
 
     def to_json(self) -> dict[str, Any]:
         """As a message."""
         lists = {"loss_values": list(self.loss_values), "wanted": list(self.wanted)}
         guess = None if self.guess is None else self.guess.to_json()
         numbers = {"call": self.call, "request": self.request, "on_trial": self.on_trial, "seed": self.seed}
-        return {"run": self.run.value, **numbers, "guess": guess, **lists}
+        groups = [self.groups.parts, self.groups.run]
+        return {"run": self.run.value, **numbers, "guess": guess, "groups": groups, **lists}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Announcement:
@@ -73,6 +77,7 @@ class Announcement:
             on_trial=bool(body["on_trial"]),
             guess=guess,
             seed=int(body["seed"]),
+            groups=RowGroups(*body["groups"]),
         )
 
 

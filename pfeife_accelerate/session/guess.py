@@ -68,6 +68,7 @@ class _Template:
     recorded: tuple[int, ...]
     leaves: tuple[str, ...]
     constants: tuple[torch.Tensor | None, ...]
+    numbers: tuple[float, ...]
     root: Operand
 
 
@@ -115,6 +116,7 @@ def _template(expression: Expression) -> _Template | None:
         recorded=tuple(sorted(range(len(steps)), key=lambda i: steps[i].operation.number)),
         leaves=tuple(leaf.value for leaf in expression.leaf_info),
         constants=tuple(c.detach().clone() if c.numel() <= _SMALL_NUMEL else None for c in expression.constants),
+        numbers=expression.numbers,
         root=expression.root,
     )
 
@@ -191,6 +193,8 @@ class _Match:
                     return False
                 known = self._constants.get(expected.index, bound.setdefault(expected.index, given))
                 return known is given
+            case Origin.NUMBER:
+                return type(given) is float
             case Origin.LEAF:
                 leaf = given.leaf if isinstance(given, Record) else None
                 return leaf is not None and leaf.value == self._template.leaves[expected.index]
@@ -227,6 +231,8 @@ class _Match:
             case Origin.CONSTANT:
                 last = self._template.constants[item.index]
                 return self._constants.get(item.index, _MISSING if last is None else last)
+            case Origin.NUMBER:
+                return self._template.numbers[item.index]
             case Origin.LEAF:
                 name = self._template.leaves[item.index]
                 return self._call.deferred(name) if name in self._call.graph.node_of else _MISSING
@@ -250,7 +256,8 @@ def _flat(structure: Any) -> list[Any]:
 
 
 def _digest(expression: Expression, places: Sequence[int]) -> str:
-    found = hashlib.blake2b(repr(expression.signature).encode(), digest_size=16)
+    told = repr((expression.signature, expression.numbers))
+    found = hashlib.blake2b(told.encode(), digest_size=16)
     for place in places:
         if place >= len(expression.constants) or expression.constants[place].numel() > _SMALL_NUMEL:
             return ""

@@ -14,6 +14,7 @@ from pfeife_accelerate.capture.deferred import FAKE_MODE
 from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.loss import SplitLoss, split
 from pfeife_accelerate.capture.loss_states import Refused
+from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.log import get_logger, warn_once
 
 _LOG = get_logger(__name__)
@@ -26,6 +27,20 @@ class LossChoice:
 
     separable: bool
     split: SplitLoss | None = None
+
+    def holds_for(self, numbers: tuple[float, ...]) -> bool:
+        """Whether an expression with these numbers is computed in this way too."""
+        fixed = None if self.split is None else self.split.fixed_numbers
+        return fixed is None or repr(fixed) == repr(numbers)  # 0.0 is not -0.0, and nan is nan
+
+    @property
+    def groups(self) -> RowGroups:
+        """The rows that must stay in one micro-batch."""
+        return CONTIGUOUS if self.split is None else self.split.groups
+
+
+_MOST_KNOWN = 64
+"""Losses whose choice is kept: a script has a few; one with a number that changes at every step has no end of them."""
 
 
 class LossChooser:
@@ -42,12 +57,13 @@ class LossChooser:
         if self._proved.get(expression.kind) is False:
             return LossChoice(separable=False)
         key = (expression.signature, batch_size)
-        if key not in self._known:
-            self._known[key] = self._work_out(expression, batch_size)
-        self._known.move_to_end(key)
+        choice = self._known.pop(key, None)
+        if choice is None or not choice.holds_for(expression.numbers):
+            choice = self._work_out(expression, batch_size)
+        self._known[key] = choice  # the latest is the last
         if len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
-        return self._known[key]
+            del self._known[next(iter(self._known))]
+        return choice
 
     def is_new(self, expression: Expression) -> bool:
         """Whether a split loss of these operations has not been held against the whole batch's yet."""

@@ -29,7 +29,7 @@ class MicrobatchLoss:
         self._loss = loss
         self._gradient = gradient
         self._names = [leaf.value for leaf in expression.leaf_info]
-        self._whole = loss.prepare(constants) if loss is not None else None
+        self._whole = loss.prepare(constants, expression.numbers) if loss is not None else None
         self._parts: list[tuple[torch.Tensor, ...]] = []
         self._trial = Trial(expression) if on_trial else None
 
@@ -44,13 +44,13 @@ class MicrobatchLoss:
         parts = self._scalars(microbatch, leaves)
         self._parts.append(tuple(part.detach() for part in parts))
         if self._trial is not None:
-            self._trial.add(leaves, lambda copies: self._root(self._scalars(microbatch, copies)[0]))
+            self._trial.add(microbatch, leaves, lambda copies: self._root(self._scalars(microbatch, copies)[0]))
         return self._root(parts[0])
 
     def _scalars(self, microbatch: Microbatch, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if self._loss is None or self._whole is None:  # one micro-batch: the whole batch, as the script wrote it
             return tuple(self._expression.replay(leaves, self._constants))
-        rows = Rows(start=microbatch.start, count=microbatch.count, total=microbatch.total)
+        rows = Rows(start=microbatch.first_group, count=microbatch.num_groups)
         return self._loss.run(leaves, self._whole, rows)
 
     def _root(self, loss: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,8 @@ class MicrobatchLoss:
         """Once the step is over: whether the micro-batches' shares make up the whole batch's loss and gradients."""
         if self._trial is None:
             return True
-        scalars, gradients = whole_batch_loss(self._expression, self._constants, self._trial.values(), self._gradient)
+        constants = [constant.detach() for constant in self._constants]
+        scalars, gradients = whole_batch_loss(self._expression, constants, self._trial.values(), self._gradient)
         return self._trial.agrees(self.totals()[0], scalars[0], gradients)
 
     def totals(self) -> list[torch.Tensor]:

@@ -22,6 +22,8 @@ from pfeife_accelerate.capture.op_graph import follow, to_op_graph
 from pfeife_accelerate.capture.random_operation import own_generators
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
+from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
+from pfeife_accelerate.runtime.microbatch import divide
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.buffers import as_the_first_time
@@ -244,7 +246,8 @@ class PipelinedModel:
         loss = MicrobatchLoss(expression, constants, choice.split, gradient, on_trial=on_trial)
         call.spare(record for _, record in expression.scalars)
         loss_values = tuple(dict.fromkeys(leaf.value for leaf in expression.leaf_info))
-        self.start(call, Run.PLANNED, loss_values, request=max(call.asked - 1, 0), guess=guess, loss=loss)
+        request = max(call.asked - 1, 0)
+        self.start(call, Run.PLANNED, loss_values, request=request, guess=guess, groups=choice.groups, loss=loss)
         if on_trial:
             self.loss_chooser.note_verdict(expression, is_right=call.progress is Progress.DONE)
         if guess is not None:
@@ -259,6 +262,7 @@ class PipelinedModel:
         *,
         request: int = 0,
         guess: Guess | None = None,
+        groups: RowGroups = CONTIGUOUS,
         **loss: Any,
     ) -> None:
         """On the conductor: decide on a schedule, as soon as every rank's script has made the call."""
@@ -282,6 +286,7 @@ class PipelinedModel:
             guess=guess,
             on_trial="loss" in loss and loss["loss"].on_trial,
             seed=call.seed,
+            groups=groups,
         )
         self.conductor.announce(announcement)
         self._run(call, announcement, **loss)
@@ -320,6 +325,7 @@ class PipelinedModel:
         """Take this rank's part in one announced schedule."""
         run = announcement.run
         number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
+        number = len(divide(call.batch_size, number, announcement.groups))
         needed = (*announcement.loss_values, *(n for n in announcement.wanted if n not in announcement.loss_values))
         call.seed = announcement.seed
         if run is not Run.BACKWARD:
@@ -328,7 +334,7 @@ class PipelinedModel:
             call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
             call.loss_values = announcement.loss_values
             call.state = StepState(number)
-            call.inputs = step_inputs(self, call, number, training=run is not Run.EVALUATE)
+            call.inputs = step_inputs(self, call, number, announcement.groups, training=run is not Run.EVALUATE)
         assert call.state is not None
         program = self.programs.program(call.staged, needed, call.loss_values, run, number)
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))

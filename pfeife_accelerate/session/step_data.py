@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pfeife_accelerate.capture.graph import PlaceholderKind
-from pfeife_accelerate.runtime.microbatch import Microbatch, divide
+from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
+from pfeife_accelerate.runtime.microbatch import Microbatch, divide, take
 from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs
 from pfeife_accelerate.session.call import Call
 
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from pfeife_accelerate.session.model import PipelinedModel
 
 
-def step_inputs(model: PipelinedModel, call: Call, num_microbatches: int, *, training: bool) -> StepInputs:
+def step_inputs(
+    model: PipelinedModel, call: Call, num_microbatches: int, groups: RowGroups = CONTIGUOUS, *, training: bool
+) -> StepInputs:
     """Everything the executor needs for this call; the loss and gradients are added for each schedule."""
     demanded, conductor = model.conductor.demanded(call), model.conductor
     with torch.set_grad_enabled(training):  # arguments that need a gradient get it through their parts
-        microbatches = tuple(_microbatch(call, rows) for rows in divide(call.batch_size, num_microbatches))
+        microbatches = tuple(_microbatch(call, rows) for rows in divide(call.batch_size, num_microbatches, groups))
     return StepInputs(
         microbatches=microbatches,
         states=model.states,
@@ -39,7 +42,7 @@ def _microbatch(call: Call, rows: Microbatch) -> MicrobatchInputs:
         value = call.arguments[placeholder.index]
         dim = call.graph.batch_dim(placeholder.example)
         if dim is not None:
-            value = value.narrow(dim, rows.start, rows.count)
+            value = take(value, dim, rows)
         arguments[str(placeholder.index)] = value
     bindings = call.micro_bindings(rows.count)
     return MicrobatchInputs(
@@ -58,5 +61,5 @@ def output_gradients(call: Call, gradients: Mapping[str, torch.Tensor]) -> dict[
                 cut[name, data.rows.index] = gradient / total
                 continue
             per_item = gradient.shape[dim] // data.rows.total
-            cut[name, data.rows.index] = gradient.narrow(dim, data.rows.start * per_item, data.rows.count * per_item)
+            cut[name, data.rows.index] = take(gradient, dim, data.rows, per_item)
     return cut

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pfeife_accelerate.capture.expression import Expression
+from pfeife_accelerate.runtime.microbatch import Microbatch, whole
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 5e-2
@@ -23,24 +24,32 @@ class Trial:
 
     def __init__(self, expression: Expression) -> None:
         self._expression = expression
+        self._microbatches: list[Microbatch] = []
         self._values: list[list[torch.Tensor]] = []
         self._gradients: list[list[torch.Tensor | None]] = []
 
-    def add(self, leaves: Sequence[torch.Tensor], loss: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+    def add(
+        self,
+        microbatch: Microbatch,
+        leaves: Sequence[torch.Tensor],
+        loss: Callable[[list[torch.Tensor]], torch.Tensor],
+    ) -> None:
         """One micro-batch; `loss` gives its share for other leaves of the same values."""
         copies = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
         with torch.enable_grad():
             share = loss(copies)
-        share.backward()
+        wanted = [copy for copy in copies if copy.requires_grad]
+        found = iter(torch.autograd.grad(share, wanted, allow_unused=True))
+        self._microbatches.append(microbatch)
         self._values.append([copy.detach() for copy in copies])
-        self._gradients.append([copy.grad for copy in copies])
+        self._gradients.append([next(found) if copy.requires_grad else None for copy in copies])
 
     def values(self) -> list[torch.Tensor]:
         """The whole batch's values of the leaves."""
-        parts = zip(*self._values, strict=True)
+        columns = zip(*self._values, strict=True)
         return [
-            part[-1] if leaf.batch_dim is None else torch.cat(part, leaf.batch_dim)
-            for leaf, part in zip(self._expression.leaf_info, parts, strict=True)
+            column[-1] if leaf.batch_dim is None else whole(column, leaf.batch_dim, self._microbatches)
+            for leaf, column in zip(self._expression.leaf_info, columns, strict=True)
         ]
 
     def agrees(
@@ -52,18 +61,19 @@ class Trial:
         """Whether the shares add up to the whole batch's loss and gradients."""
         if not _close(loss, whole_loss):
             return False
-        for leaf, whole, parts in zip(
+        for leaf, expected, parts in zip(
             self._expression.leaf_info, gradients, zip(*self._gradients, strict=True), strict=True
         ):
             given = [part for part in parts if part is not None]
-            if whole is None or not given:
-                if (whole is not None and bool(whole.any())) or any(bool(part.any()) for part in given):
+            if expected is None or not given:
+                if (expected is not None and bool(expected.any())) or any(bool(part.any()) for part in given):
                     return False
                 continue
             if leaf.batch_dim is not None and len(given) != len(parts):
                 return False
-            split = torch.stack(given).sum(0) if leaf.batch_dim is None else torch.cat(given, leaf.batch_dim)
-            if not _close(split, whole):
+            dim = leaf.batch_dim
+            split = torch.stack(given).sum(0) if dim is None else whole(given, dim, self._microbatches)
+            if not _close(split, expected):
                 return False
         return True
 
@@ -75,9 +85,9 @@ def affordable(expression: Expression, device: torch.device) -> bool:
     return needed <= spare
 
 
-def _close(split: torch.Tensor, whole: torch.Tensor) -> bool:
-    tolerance = _TOLERANCES.get(whole.dtype, _HALF_TOLERANCE)
-    first, second = split.detach().double(), whole.detach().double()
+def _close(split: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
+    first, second = split.detach().double(), expected.detach().double()
     if not bool(torch.isfinite(second).all()):
         return bool(torch.equal(torch.isfinite(first), torch.isfinite(second)))
     return float((first - second).norm()) <= tolerance * max(float(second.norm()), 1e-30)

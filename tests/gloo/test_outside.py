@@ -36,4 +36,4 @@ print("done", flush=True)
 def test_a_head_a_side_branch_and_a_temperature_train_on_every_rank():
     result = run_ranks(SCRIPT, num_processes=3, env={"PFEIFE_ENABLED": "true"}, timeout=120).check()
     assert result.stdout.count("done") == 3
-    assert result.stderr.count("a trainable tensor outside the model") == 1
+    assert "does not separate" not in result.stderr

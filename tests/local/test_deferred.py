@@ -17,13 +17,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, is_deferred, resolve, resolve_tree
+from pfeife_accelerate.capture.deferred import FAKE_MODE, DeferredTensor, Leaf, is_deferred, resolve, resolve_tree
 from pfeife_accelerate.capture.expression import extract
+from pfeife_accelerate.capture.loss import split
+from pfeife_accelerate.capture.loss_states import Refused
 from pfeife_accelerate.compat import FakeTensor
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.integration import seams
+from pfeife_accelerate.integration.seams import SeamGroup
 
 pytestmark = pytest.mark.local
 
@@ -735,6 +740,121 @@ class Round(Reverse):
 def test_a_custom_backward_is_refused_not_lost(function, use):
     with pytest.raises(PfeifeError, match=rf"PF522(.|\n)*{function.__name__}(.|\n)*test_deferred.py"):
         use(function.apply(Pipeline(logits()).output))
+
+
+@pytest.fixture
+def recorded_functions():
+    """The seam that lets custom functions be recorded."""
+    seams.install(SeamGroup.TORCH)
+    yield
+    seams.uninstall(SeamGroup.TORCH)
+
+
+class Scaled(torch.autograd.Function):
+    """Two outputs of which the second has no gradient, an argument that is no tensor, a tensor without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, factor, weight, *, _=None):
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        worst = x.argmax(-1)
+        ctx.mark_non_differentiable(worst)
+        return (x * factor * weight).round(), worst
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, _):
+        x, weight = ctx.saved_tensors
+        assert ctx.needs_input_grad == (True, False, weight.requires_grad)
+        return gradient * ctx.factor * weight, None, (gradient * x).sum() * 0.5 if weight.requires_grad else None
+
+
+class OnNumpy(Reverse):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(np.sin(x.numpy()))
+
+
+def two_results(x):
+    y, worst = Scaled.apply(x, 3.0, torch.tensor(0.5, dtype=torch.float64))
+    loss = (y * TARGET).mean() + (y.sum(-1) * (worst == 1)).sum()
+    loss.backward()
+    return loss, worst, y.requires_grad, worst.requires_grad
+
+
+def reversed_and_read(x):
+    y = Reverse.apply(x)
+    loss = y.square().mean()
+    value = loss.item()
+    loss.backward()
+    return value, loss
+
+
+def without_gradient(x):
+    with torch.no_grad():
+        hard = Round.apply(x)
+    loss = (x * hard * Round.apply(x.detach())).mean()
+    loss.backward()
+    return loss, hard
+
+
+CUSTOM = {
+    "two_results": two_results,
+    "reversed_and_read": reversed_and_read,
+    "without_gradient": without_gradient,
+    "identity": lambda x: Identity.apply(x * 2).exp().mean().backward(),
+    "numpy_inside": lambda x: OnNumpy.apply(x.sum(-1)).mean().backward(),
+    "of_itself": lambda x: Round.apply(Reverse.apply(x) * TARGET).mean().backward(),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_custom_function_is_recorded_with_its_backward(name, recorded_functions):
+    compare(CUSTOM[name])
+
+
+def test_a_custom_function_with_a_trainable_tensor(recorded_functions):
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    compare(lambda x: Scaled.apply(x, 3.0, weight)[0].mean().backward())
+    assert weight.grad is not None
+
+
+def test_a_custom_function_takes_the_exact_order_under_its_own_name(recorded_functions):
+    expression = extract(Round.apply(Pipeline(logits()).output).mean())
+    with pytest.raises(Refused, match=r"Round, a torch\.autograd\.Function") as refusal:
+        split(expression, FAKE_MODE, B)
+    assert "test_deferred.py:" in refusal.value.where
+
+
+def test_a_custom_function_on_real_tensors_goes_its_normal_way(recorded_functions):
+    x = logits().requires_grad_()
+    Round.apply(x).sum().backward()
+    same(x.grad, -torch.ones_like(x))
+    assert Round.apply(x).grad_fn.name() == "RoundBackward"
+
+
+def test_a_custom_function_that_changes_its_argument_is_refused(recorded_functions):
+    class Change(Reverse):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+    with pytest.raises(PfeifeError, match=r"PF501(.|\n)*Change"):
+        Change.apply(Pipeline(logits()).output * 1)
+
+
+def test_reentrant_checkpoint_is_refused(recorded_functions):
+    with pytest.raises(PfeifeError, match="PF522"):
+        checkpoint(lambda y: y.square(), Pipeline(logits()).output, use_reentrant=True).mean()
+
+
+def test_the_model_output_inside_a_transform_is_refused():
+    x = Pipeline(logits()).output
+    with pytest.raises(PfeifeError, match=r"PF540(.|\n)*test_deferred.py"):
+        torch.func.grad(lambda z: (z * x).sum())(torch.ones(B, T, V, dtype=torch.float64))
+    with pytest.raises(PfeifeError, match=r"PF522(.|\n)*vmap"):
+        torch.vmap(lambda row: row.sum())(x).mean()
 
 
 def test_a_custom_function_can_be_read_and_used_without_gradient():

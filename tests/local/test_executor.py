@@ -16,7 +16,7 @@ from pfeife_accelerate.capture.split import StagedGraph
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.runtime.executor import Executor
-from pfeife_accelerate.runtime.microbatch import Microbatch, divide
+from pfeife_accelerate.runtime.microbatch import Microbatch, divide, take
 from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import LocalTransport
 from pfeife_accelerate.session.programs import ProgramCache, Run
@@ -65,7 +65,7 @@ def _inputs(call: CapturedCall, staged: StagedGraph, states: dict[str, Any], num
 
     def microbatch(rows: Microbatch) -> MicrobatchInputs:
         arguments = {
-            str(p.index): call.arguments[p.index][rows.start : rows.start + rows.count]
+            str(p.index): take(call.arguments[p.index], 0, rows)
             for p in graph.placeholders
             if p.kind is PlaceholderKind.INPUT
         }
