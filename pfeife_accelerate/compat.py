@@ -6,7 +6,7 @@ Ignores: everything public; use that directly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
@@ -114,18 +114,53 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def mark_batch_dynamic(tensor: torch.Tensor) -> None:
-    """Ask Dynamo for a symbolic size in dimension 0 unless the code fixes it (torch 2.1 to 2.14)."""
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+def mark_batch_dynamic(tensor: torch.Tensor, dim: int = 0) -> None:
+    """Ask Dynamo for a symbolic size in a dimension unless the code fixes it (torch 2.1 to 2.14)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: list[int]) -> None:
+    """Ask Dynamo for symbolic sizes in some dimensions unless the code fixes them (torch 2.1 to 2.14)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
 def dynamo_limits(recompilations: int) -> Any:
-    """Context in which Dynamo may capture a function that often: a new length or mode is one more capture each."""
+    """Context in which Dynamo may capture a function that often: a new length or mode is one more capture each.
+
+    One more raises (see `is_capture_limit`); without that, Dynamo would run the function on the fakes, uncaptured.
+    """
     return torch._dynamo.config.patch(
         recompile_limit=recompilations,
         accumulated_recompile_limit=max(recompilations, 256),
+        fail_on_recompile_limit_hit=True,
         suppress_errors=False,
     )
+
+
+def fake_input(mode: FakeTensorMode, tensor: torch.Tensor, open_dims: Collection[int], name: str) -> torch.Tensor:
+    """A fake of `tensor` with a symbolic size of its own in each of `open_dims` (torch 2.2 to 2.14)."""
+    from torch._dynamo.source import ConstantSource  # these load all of Dynamo
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    dims = range(tensor.dim())
+    kinds = [DimDynamic.DYNAMIC if d in open_dims and tensor.shape[d] > 1 else DimDynamic.STATIC for d in dims]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
+
+
+def symbolic_number(mode: FakeTensorMode, value: int, name: str) -> Any:
+    """A symbolic number that stands for `value` (torch 2.2 to 2.14)."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
+    symbol = mode.shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return mode.shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+def is_capture_limit(error: BaseException | None) -> bool:
+    """Whether Dynamo was asked for one capture too many (torch 2.6 to 2.14: `FailOnRecompileLimitHit`)."""
+    return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
 def disable_torch_function() -> Any:
@@ -140,13 +175,18 @@ def make_wrapper(cls: type, like: torch.Tensor) -> Any:
     )
 
 
-def graph_break_reasons() -> list[str]:
-    """Where and why Dynamo had to break graphs in this process, latest first.
+def num_graph_breaks() -> int:
+    """How many graph breaks Dynamo has noted in this process: see `graph_break_reasons`."""
+    return len(torch._dynamo.utils.graph_break_reasons)
+
+
+def graph_break_reasons(since: int = 0) -> list[str]:
+    """Where and why Dynamo had to break graphs in this process, latest first; without the first `since`.
 
     torch 2.1 - 2.14: `torch._dynamo.utils.graph_break_reasons`; the public counters name no source line.
     """
     found = []
-    for broken in reversed(torch._dynamo.utils.graph_break_reasons):
+    for broken in reversed(torch._dynamo.utils.graph_break_reasons[since:]):
         reason = (str(broken.reason).strip() or "graph break").splitlines()[0]
         place = broken.user_stack[-1] if broken.user_stack else None
         found.append(reason if place is None else f"{place.filename}:{place.lineno}: {place.line} ({reason})")

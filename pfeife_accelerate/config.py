@@ -74,9 +74,7 @@ class PfeifePlugin:
     plan_file: str | None = field(default=None, metadata={"kind": "path"})
     """A plan made before (`pfeife plan`), used instead of planning."""
 
-    on_capture_failure: str = field(
-        default="fallback", metadata={"kind": "choice", "choices": ON_CAPTURE_FAILURE}
-    )
+    on_capture_failure: str = field(default="fallback", metadata={"kind": "choice", "choices": ON_CAPTURE_FAILURE})
     """A model that cannot be captured: "fallback" trains it whole on every process, exactly and with no gain in speed,
     after a warning that names the line; "error" refuses it."""
 

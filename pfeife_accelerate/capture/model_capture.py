@@ -1,30 +1,37 @@
 """Calls of a model under capture: the graph, this call's arguments, and the structure of what the model returns.
 
 The model's own `forward` is compiled with a backend that computes nothing, on fake parameters; see `backend` and
-`fakes`.
+`fakes`. Where Dynamo breaks its graph, the pieces are joined; see `stitch`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections import Counter
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from pfeife_accelerate.capture.arguments import BatchRules, CallArguments
 from pfeife_accelerate.capture.backend import CallRecorder
 from pfeife_accelerate.capture.deferred import DeferredTensor, resolve
+from pfeife_accelerate.capture.failure import CaptureFailure, refused
 from pfeife_accelerate.capture.fakes import FakeState
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind, bind_symbols
-from pfeife_accelerate.compat import dynamo_limits, graph_break_reasons, mark_batch_dynamic, pytree
+from pfeife_accelerate.capture.side_effects import Snapshot
+from pfeife_accelerate.capture.stitch import StitchCache, stitch
+from pfeife_accelerate.capture.timeline import NotStitched, TimelineReader
+from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, pytree
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.log import get_logger, warn_once
 
-_MAX_CAPTURES = 64
-_MAX_DEPTH = 6
+MAX_VARIANTS = 64
+MAX_DEPTH = 6
+_LOG = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,27 +54,38 @@ class CapturedCall:
             value = value_of(index)
             return value.float() if half_to_float and value.dtype in (torch.float16, torch.bfloat16) else value
 
-        return _map_tensors(replace, self.structure, _MAX_DEPTH)
+        return map_tensors(replace, self.structure, MAX_DEPTH)
 
 
 class ModelCapture:
     """Captures calls of one model; equal calls cost Dynamo's guards alone."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, batch_dims: tuple[tuple[str, int | None], ...] = ()
+    ) -> None:
         self.module = module
         self.device = device
         self.original_forward: Callable[..., Any] = module.forward
+        self._declared = batch_dims
+        self._rules: BatchRules | None = None
+        self._proved: set[tuple[bool, bool]] = set()
+        self._before: Snapshot | None = None
         self._prepare()
 
     def _prepare(self) -> None:
         self._fakes = FakeState(self.module, self.device)
-        self._recorder = CallRecorder(self._fakes.name_of, self._fakes.mode)
+        self._states = self._fakes.fake_states()
+        self._recorder = CallRecorder(self._fakes.mode)
+        self._stitched = StitchCache()
         forward = self.original_forward
 
         def captured_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
-        self._compiled = torch.compile(captured_forward, backend=self._recorder)
+        # Dynamo counts variants by code object, and functions made in one place share theirs.
+        own = captured_forward.__code__.replace()
+        function = types.FunctionType(own, globals(), "captured_forward", None, captured_forward.__closure__)
+        self._compiled = torch.compile(function, backend=self._recorder)
 
     def states(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by canonical name."""
@@ -78,35 +96,115 @@ class ModelCapture:
     ) -> CapturedCall:
         """Capture one call.
 
-        Raises: PfeifeError PF510 if the model cannot be captured as one graph, PF511 for inputs that need gradients.
+        Raises: CaptureFailure if that is impossible, PfeifeError PF511 for inputs that need gradients.
         """
         if not self._fakes.matches():
             self._prepare()
-        args, kwargs = pytree.tree_map(_plain_input, (args, kwargs))
-        rows = _batch_size([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
-        recorder = self._recorder
-        recorder.calls.clear()
-        recorder.batch_size = rows
-        mode = torch.autocast(*autocast) if autocast else nullcontext()
-        with dynamo_limits(_MAX_CAPTURES), self._fakes.in_place(), mode:
-            try:
-                structure = self._compiled(*args, **kwargs)
-            except Exception as error:
-                if not recorder.calls:
-                    raise
-                # After a first graph, the model's own code has run on values that were never computed.
-                raise _not_one_graph(self.module, len(recorder.calls) + 1) from error
-        if len(recorder.calls) != 1:
-            raise _not_one_graph(self.module, len(recorder.calls))
-        (made,) = recorder.calls
-        recorder.calls.clear()
-        return CapturedCall(
-            graph=made.graph,
-            arguments=made.args,
-            bindings=bind_symbols(made.graph, made.args),
-            structure=structure,
-            fakes={id(fake): i for i, fake in enumerate(made.outputs)},
+        if self._rules is None:
+            self._rules = BatchRules(self.original_forward, self._declared)
+        args, kwargs = plain_inputs(args, kwargs)
+        given = self._rules.read(args, kwargs)
+        # Calls of a kind that has succeeded as one graph run none of the model's Python on fakes.
+        kind = (torch.is_grad_enabled(), self.module.training)
+        self._before = None if kind in self._proved else Snapshot(self.module, self.device)
+        try:
+            return self._captured(given, autocast)
+        except CaptureFailure as failure:
+            self.undo()
+            if not is_capture_limit(failure.cause):
+                raise
+        warn_once(
+            _LOG,
+            "too many variants",
+            f"{type(self.module).__name__} has been captured in more than {MAX_VARIANTS} variants (shapes, modes, "
+            "values of arguments); all are forgotten and captured anew when they are needed. Each capture takes as "
+            "long as the first one: pad lengths to fewer different sizes, and pass changing numbers as tensors.",
         )
+        torch.compiler.reset()
+        self._prepare()
+        return self._captured(given, autocast)
+
+    def undo(self) -> None:
+        """Take back what the model's Python has changed in the last call."""
+        if self._before is not None:
+            self._before.restore()
+
+    def _captured(self, given: CallArguments, autocast: tuple[str, torch.dtype] | None) -> CapturedCall:
+        recorder, breaks_before = self._recorder, num_graph_breaks()
+        mode = torch.autocast(*autocast) if autocast else nullcontext()
+        with dynamo_limits(MAX_VARIANTS), self._fakes.in_place(), mode:
+            try:
+                structure = self._record(given)
+                return self._understood(given, structure)
+            except PfeifeError:
+                raise
+            except NotStitched as error:
+                raise CaptureFailure(refused(self.module, str(error), None, breaks_before)) from error
+            except Exception as error:
+                refusal = refused(self.module, None, error, breaks_before)
+                raise CaptureFailure(refusal, error, has_begun=bool(recorder.calls)) from error
+            finally:
+                recorder.calls.clear()
+                self._fakes.mode.ops.clear()
+
+    def _record(self, given: CallArguments) -> Any:
+        """Run the model's Python on fakes; the recorder then knows the pieces."""
+        self._recorder.calls.clear()
+        with self._fakes.mode.recording(given.rows):
+            return self._compiled(*given.args, **given.kwargs)
+
+    def _understood(self, given: CallArguments, structure: Any) -> CapturedCall:
+        calls, mode = tuple(self._recorder.calls), self._fakes.mode
+        if not calls:
+            raise NotStitched("nothing in its forward can be traced by TorchDynamo")
+        returned = list(_tensors_of(structure, MAX_DEPTH))
+        made = {id(output) for output in calls[0].outputs}
+        if len(calls) == 1 and all(id(t) in made or not self._fakes.is_fake(t) for t in returned):
+            graph = calls[0].piece.whole(calls[0].args, self._fakes.name_of, given.batch_dims)
+            arguments, fakes = calls[0].args, {id(fake): i for i, fake in enumerate(calls[0].outputs)}
+            self._proved.add((torch.is_grad_enabled(), self.module.training))
+        else:
+            if mode.refused is not None:
+                raise NotStitched(mode.refused)
+            timeline = TimelineReader(self._fakes.name_of).read(calls, tuple(mode.ops), returned)
+            key = timeline.key(given.batch_dims)
+            stitched = self._stitched.find(key, timeline, self._states)
+            if stitched is None:
+                indivisible = timeline.fixed_by_python(given.rows) or self._depends_on_rows(given)
+                stitched = stitch(timeline, self._states, given.batch_dims, indivisible)
+                self._stitched.keep(key, stitched)
+            graph, arguments = stitched.graph, stitched.arguments(timeline, self._states)
+            fakes = {fake: i for i, fake in enumerate(timeline.result_ids)}
+        return CapturedCall(
+            graph=graph,
+            arguments=arguments,
+            bindings=bind_symbols(graph, arguments),
+            structure=structure,
+            fakes=fakes,
+        )
+
+    def _depends_on_rows(self, given: CallArguments) -> str | None:
+        """Why a batch of another size would run through other pieces, found out by trying; or None.
+
+        Python between the pieces may have read the number of rows, which Dynamo then holds for a constant.
+        """
+        if given.rows < 2 or not given.batch_dims:
+            return None
+        pieces = [call.piece for call in self._recorder.calls]
+        after = Snapshot(self.module, self.device)
+        self.undo()
+        try:
+            with self._fakes.mode.recording(given.rows + 1):
+                self._recorder.calls.clear()
+                longer = given.with_one_row_more()
+                self._compiled(*longer.args, **longer.kwargs)
+            is_same = [call.piece for call in self._recorder.calls] == pieces
+        except Exception as error:  # whatever it is, it did not happen with the batch as it is
+            _LOG.info("a batch of another size cannot be captured: %s", error)
+            is_same = False
+        finally:
+            after.restore()
+        return None if is_same else "Python code between the captured pieces depends on the number of rows"
 
 
 def replay_tail(
@@ -143,14 +241,25 @@ def replay_tail(
     return values
 
 
-def _plain_input(item: Any) -> Any:
-    if isinstance(item, DeferredTensor):
-        if torch.is_grad_enabled() and item.requires_grad:
-            raise _needs_gradient("the output of another pipelined model")
-        return resolve(item)
-    if isinstance(item, torch.Tensor) and item.requires_grad and torch.is_grad_enabled():
-        raise _needs_gradient("a tensor that requires gradients")
-    return item
+def plain_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, may_differentiate: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with values in place of deferred tensors.
+
+    Raises: PfeifeError PF511 for those that need gradients; ordinary tensors may if `may_differentiate`.
+    """
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, DeferredTensor):
+            if torch.is_grad_enabled() and item.requires_grad:
+                raise _needs_gradient("the output of another pipelined model")
+            return resolve(item)
+        if isinstance(item, torch.Tensor) and item.requires_grad and torch.is_grad_enabled() and not may_differentiate:
+            raise _needs_gradient("a tensor that requires gradients")
+        return item
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(plain, (args, kwargs))
+    return found
 
 
 def _needs_gradient(what: str) -> PfeifeError:
@@ -162,20 +271,18 @@ def _needs_gradient(what: str) -> PfeifeError:
     )
 
 
-def _batch_size(tensors: list[torch.Tensor]) -> int:
-    """The size that most arguments have in dimension 0; the first argument's in doubt."""
-    sizes = [t.shape[0] for t in tensors if t.dim()]
-    if not sizes:
-        return 1
-    rows = max(Counter(sizes).items(), key=lambda item: (item[1], -sizes.index(item[0])))[0]
-    if rows > 1:
-        for tensor in tensors:
-            if tensor.dim() and tensor.shape[0] == rows:
-                mark_batch_dynamic(tensor)
-    return rows
+def _tensors_of(structure: Any, depth: int) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(item: torch.Tensor) -> torch.Tensor:
+        found.append(item)
+        return item
+
+    map_tensors(note, structure, depth)
+    yield from {id(item): item for item in found}.values()
 
 
-def _map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int) -> Any:
+def map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int = MAX_DEPTH) -> Any:
     """Apply to every tensor in tuples, dicts, dataclasses and whatever pytree knows, keeping classes."""
     if isinstance(structure, torch.Tensor):
         return replace(structure)
@@ -183,32 +290,9 @@ def _map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int) -> A
         return structure
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type) and not isinstance(structure, dict):
         fields = {f.name: vars(structure)[f.name] for f in dataclasses.fields(structure)}
-        changed = {name: _map_tensors(replace, value, depth - 1) for name, value in fields.items()}
+        changed = {name: map_tensors(replace, value, depth - 1) for name, value in fields.items()}
         return dataclasses.replace(structure, **changed)
     children, spec = pytree.tree_flatten(structure, is_leaf=lambda x: x is not structure)
     if len(children) == 1 and children[0] is structure:
         return structure
-    return pytree.tree_unflatten([_map_tensors(replace, child, depth - 1) for child in children], spec)
-
-
-def _not_one_graph(module: nn.Module, number: int) -> PfeifeError:
-    reasons = graph_break_reasons()
-    recurrent = sorted({type(m).__name__ for m in module.modules() if isinstance(m, nn.RNNBase)})
-    if recurrent:
-        return PfeifeError(
-            id="PF510",
-            what=f"{type(module).__name__} holds recurrent layers ({', '.join(recurrent)}), which are not captured",
-            where="; ".join(reasons[:3]) or None,
-            why="they keep a list of their weights beside their parameters, so these cannot be placed on one rank",
-            hints=("train the recurrent part without a pipeline",),
-        )
-    return PfeifeError(
-        id="PF510",
-        what=f"{type(module).__name__} cannot be captured as one graph ({number} pieces)",
-        where="; ".join(reasons[:3]) or None,
-        why="its forward does something that TorchDynamo cannot trace, such as a branch on a tensor's value",
-        hints=(
-            "rewrite the named line without reading tensor values",
-            "switch off gradient checkpointing: the pipeline frees activations by itself",
-        ),
-    )
+    return pytree.tree_unflatten([map_tensors(replace, child, depth - 1) for child in children], spec)

@@ -58,6 +58,7 @@ class Session:
         first = mesh.pipeline_index * mesh.pipeline_size
         self.batch_check = BatchCheck(control, first + mesh.pipeline_size - 1, mesh.pipeline_size)
         self.models: list[PipelinedModel] = []
+        self.num_whole_copies = 0
         self._meetings: Counter[str] = Counter()
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""

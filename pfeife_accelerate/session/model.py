@@ -34,6 +34,7 @@ from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
+from pfeife_accelerate.session.unpipelined import CaptureGate
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
@@ -49,7 +50,8 @@ class PipelinedModel:
         self.module = module
         self.device = device
         self.autocast = autocast
-        self.capture = ModelCapture(module, device)
+        self.capture = ModelCapture(module, device, session.plugin.batch_dims)
+        self.gate = CaptureGate(self)
         self.conductor = session.conductor
         self.loss_chooser = LossChooser()
         self.synchronises = True
@@ -66,7 +68,9 @@ class PipelinedModel:
         """What `model(...)` does: deferred outputs if gradients are wanted, values otherwise."""
         self.session.service()
         training = torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
-        captured = self.capture.call(args, kwargs, self.autocast)
+        captured = self.gate.capture(args, kwargs, training=training)
+        if captured is None:
+            return self.gate.run(args, kwargs)
         call = self._new_call(captured, training=training)
         if self.plan is None:
             self._plan(call)
