@@ -158,6 +158,14 @@ def symbolic_number(mode: FakeTensorMode, value: int, name: str) -> Any:
     return mode.shape_env.create_symintnode(symbol, hint=value, source=source)
 
 
+def not_a_frame(function: Any) -> None:
+    """Tell Dynamo not to capture a function by itself; it is still traced as a part of others.
+
+    torch 2.1 - 2.14: `torch._dynamo.eval_frame.skip_code`; `torch.compiler.disable` would end the graph of a caller.
+    """
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
 def is_capture_limit(error: BaseException | None) -> bool:
     """Whether Dynamo was asked for one capture too many (torch 2.6 to 2.14: `FailOnRecompileLimitHit`)."""
     return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)

@@ -8,16 +8,17 @@ group `torch_dynamo_backends` under the name `pfeife`, which runs what it is giv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.eager_ops import RecordingFakeMode, open_size
+from pfeife_accelerate.capture.eager_ops import OperationRecorder, open_dims
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.sizes import bind, concrete
-from pfeife_accelerate.compat import mark_dynamic
+from pfeife_accelerate.compat import FakeTensorMode, mark_dynamic
 
 _VARIANTS = 8
 
@@ -68,9 +69,12 @@ class PieceCall:
 class CallRecorder:
     """Backend whose compiled graphs note that they were called, and return fake outputs without computing."""
 
-    def __init__(self, fake_mode: RecordingFakeMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
         self.calls: list[PieceCall] = []
+        self.rows = 1
+        self.operations: OperationRecorder | None = None
+        """Notes what runs outside the pieces, if that is wanted."""
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's contract: called once for each new graph."""
@@ -78,8 +82,9 @@ class CallRecorder:
 
         def run(*args: Any) -> list[Any]:
             bindings = piece.bindings(args)
-            outputs = tuple(self._fake_output(value, bindings) for value in piece.result_examples)
-            done = len(self.fake_mode.ops)
+            with self.operations.paused() if self.operations is not None else nullcontext():
+                outputs = tuple(self._fake_output(value, bindings) for value in piece.result_examples)
+            done = len(self.operations.ops) if self.operations is not None else 0
             self.calls.append(PieceCall(piece=piece, args=args, outputs=outputs, ops_before=done))
             return list(outputs)
 
@@ -89,8 +94,8 @@ class CallRecorder:
         if not isinstance(example, torch.Tensor):
             return concrete(example, bindings)
         shape = concrete(tuple(example.shape), bindings)
-        with self.fake_mode.silent(), torch.no_grad():
+        with self.fake_mode, torch.no_grad():
             fake = torch.empty(shape, dtype=example.dtype, device=example.device)
         # A later piece must not take the present number of rows for a constant.
-        mark_dynamic(fake, [d for d, size in enumerate(shape) if open_size(size, self.fake_mode.rows)])
+        mark_dynamic(fake, open_dims(shape, self.rows))
         return fake.requires_grad_(example.requires_grad)

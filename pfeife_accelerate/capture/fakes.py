@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pfeife_accelerate.capture.eager_ops import RecordingFakeMode
+from pfeife_accelerate.capture.eager_ops import ValuelessMode
 from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, state_holders
 
 
@@ -37,11 +37,16 @@ def fake_twin(real: torch.Tensor, mode: FakeTensorMode, device: torch.device) ->
     return nn.Parameter(fake, requires_grad=bool(real.requires_grad)) if is_parameter else fake
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(tensor, FakeTensor)
+
+
 class FakeState:
     """The fake twins of a model's parameters and buffers."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.mode = RecordingFakeMode()
+        self.mode = ValuelessMode()
         self.device = device
         self.name_of: dict[int, str] = {}
         """Canonical (first) name of the parameter or buffer behind each fake twin, by `id`."""
@@ -77,10 +82,6 @@ class FakeState:
     def fake_states(self) -> dict[str, torch.Tensor]:
         """The twins by canonical name."""
         return {self.name_of[id(slot.fake)]: slot.fake for slot in self._slots}
-
-    def is_fake(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has no values."""
-        return isinstance(tensor, FakeTensor)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -17,14 +17,15 @@ import torch
 from torch import fx, nn
 
 from pfeife_accelerate.capture.arguments import BatchRules, CallArguments
-from pfeife_accelerate.capture.backend import CallRecorder
+from pfeife_accelerate.capture.backend import CallRecorder, PieceCall
 from pfeife_accelerate.capture.deferred import DeferredTensor, resolve
+from pfeife_accelerate.capture.eager_ops import EagerOp, OperationRecorder
 from pfeife_accelerate.capture.failure import CaptureFailure, refused
-from pfeife_accelerate.capture.fakes import FakeState
+from pfeife_accelerate.capture.fakes import FakeState, is_fake
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind, bind_symbols
 from pfeife_accelerate.capture.side_effects import Snapshot
 from pfeife_accelerate.capture.stitch import StitchCache, stitch
-from pfeife_accelerate.capture.timeline import NotStitched, TimelineReader
+from pfeife_accelerate.capture.timeline import NotStitched, Timeline, TimelineReader
 from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, pytree
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.log import get_logger, warn_once
@@ -57,6 +58,25 @@ class CapturedCall:
         return map_tensors(replace, self.structure, MAX_DEPTH)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What was noted of one call, and the structure that it returned, with the tensors in it."""
+
+    calls: tuple[PieceCall, ...]
+    ops: tuple[EagerOp, ...]
+    refused: str | None
+    structure: Any
+    returned: tuple[torch.Tensor, ...]
+
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether Dynamo captured the call whole."""
+        if len(self.calls) != 1:
+            return False
+        made = {id(output) for output in self.calls[0].outputs}
+        return all(id(tensor) in made or not is_fake(tensor) for tensor in self.returned)
+
+
 class ModelCapture:
     """Captures calls of one model; equal calls cost Dynamo's guards alone."""
 
@@ -70,6 +90,7 @@ class ModelCapture:
         self._rules: BatchRules | None = None
         self._proved: set[tuple[bool, bool]] = set()
         self._before: Snapshot | None = None
+        self._notes_operations = False
         self._prepare()
 
     def _prepare(self) -> None:
@@ -77,6 +98,9 @@ class ModelCapture:
         self._states = self._fakes.fake_states()
         self._recorder = CallRecorder(self._fakes.mode)
         self._stitched = StitchCache()
+        self._compile()
+
+    def _compile(self) -> None:
         forward = self.original_forward
 
         def captured_forward(*args: Any, **kwargs: Any) -> Any:
@@ -130,47 +154,66 @@ class ModelCapture:
             self._before.restore()
 
     def _captured(self, given: CallArguments, autocast: tuple[str, torch.dtype] | None) -> CapturedCall:
-        recorder, breaks_before = self._recorder, num_graph_breaks()
+        breaks_before = num_graph_breaks()
         mode = torch.autocast(*autocast) if autocast else nullcontext()
         with dynamo_limits(MAX_VARIANTS), self._fakes.in_place(), mode:
             try:
-                structure = self._record(given)
-                return self._understood(given, structure)
+                record = self._record(given)
+                if not self._notes_operations and not record.is_one_graph:
+                    self._start_noting()
+                    record = self._record(given)
+                return self._understood(given, record)
             except PfeifeError:
                 raise
             except NotStitched as error:
                 raise CaptureFailure(refused(self.module, str(error), None, breaks_before)) from error
             except Exception as error:
                 refusal = refused(self.module, None, error, breaks_before)
-                raise CaptureFailure(refusal, error, has_begun=bool(recorder.calls)) from error
+                raise CaptureFailure(refusal, error, has_begun=bool(self._recorder.calls)) from error
             finally:
-                recorder.calls.clear()
-                self._fakes.mode.ops.clear()
+                self._recorder.calls.clear()
 
-    def _record(self, given: CallArguments) -> Any:
-        """Run the model's Python on fakes; the recorder then knows the pieces."""
-        self._recorder.calls.clear()
-        with self._fakes.mode.recording(given.rows):
-            return self._compiled(*given.args, **given.kwargs)
+    def _record(self, given: CallArguments) -> _Record:
+        """Run the model's Python on fakes."""
+        recorder = self._recorder
+        recorder.calls.clear()
+        recorder.rows = given.rows
+        recorder.operations = OperationRecorder(given.rows) if self._notes_operations else None
+        with recorder.operations if recorder.operations is not None else nullcontext():
+            structure = self._compiled(*given.args, **given.kwargs)
+        returned = tuple(_tensors_of(structure))
+        operations = recorder.operations
+        return _Record(
+            calls=tuple(recorder.calls),
+            ops=() if operations is None else tuple(operations.ops),
+            refused=None if operations is None else operations.refused,
+            structure=structure,
+            returned=returned,
+        )
 
-    def _understood(self, given: CallArguments, structure: Any) -> CapturedCall:
-        calls, mode = tuple(self._recorder.calls), self._fakes.mode
-        if not calls:
-            raise NotStitched("nothing in its forward can be traced by TorchDynamo")
-        returned = list(_tensors_of(structure, MAX_DEPTH))
-        made = {id(output) for output in calls[0].outputs}
-        if len(calls) == 1 and all(id(t) in made or not self._fakes.is_fake(t) for t in returned):
-            graph = calls[0].piece.whole(calls[0].args, self._fakes.name_of, given.batch_dims)
-            arguments, fakes = calls[0].args, {id(fake): i for i, fake in enumerate(calls[0].outputs)}
+    def _start_noting(self) -> None:
+        """From now on, note what runs outside the captured pieces: it costs time, and few models need it."""
+        self._notes_operations = True
+        self.undo()
+        self._compile()
+
+    def _timeline(self, record: _Record) -> Timeline:
+        if record.refused is not None:
+            raise NotStitched(record.refused)
+        return TimelineReader(self._fakes.name_of).read(record.calls, record.ops, record.returned)
+
+    def _understood(self, given: CallArguments, record: _Record) -> CapturedCall:
+        if record.is_one_graph:
+            (only,) = record.calls
+            graph = only.piece.whole(only.args, self._fakes.name_of, given.batch_dims)
+            arguments, fakes = only.args, {id(fake): i for i, fake in enumerate(only.outputs)}
             self._proved.add((torch.is_grad_enabled(), self.module.training))
         else:
-            if mode.refused is not None:
-                raise NotStitched(mode.refused)
-            timeline = TimelineReader(self._fakes.name_of).read(calls, tuple(mode.ops), returned)
+            timeline = self._timeline(record)
             key = timeline.key(given.batch_dims)
             stitched = self._stitched.find(key, timeline, self._states)
             if stitched is None:
-                indivisible = timeline.fixed_by_python(given.rows) or self._depends_on_rows(given)
+                indivisible = timeline.fixed_by_python(given.rows) or self._depends_on_rows(given, key)
                 stitched = stitch(timeline, self._states, given.batch_dims, indivisible)
                 self._stitched.keep(key, stitched)
             graph, arguments = stitched.graph, stitched.arguments(timeline, self._states)
@@ -179,26 +222,22 @@ class ModelCapture:
             graph=graph,
             arguments=arguments,
             bindings=bind_symbols(graph, arguments),
-            structure=structure,
+            structure=record.structure,
             fakes=fakes,
         )
 
-    def _depends_on_rows(self, given: CallArguments) -> str | None:
+    def _depends_on_rows(self, given: CallArguments, key: tuple[Any, ...]) -> str | None:
         """Why a batch of another size would run through other pieces, found out by trying; or None.
 
         Python between the pieces may have read the number of rows, which Dynamo then holds for a constant.
         """
         if given.rows < 2 or not given.batch_dims:
             return None
-        pieces = [call.piece for call in self._recorder.calls]
         after = Snapshot(self.module, self.device)
         self.undo()
         try:
-            with self._fakes.mode.recording(given.rows + 1):
-                self._recorder.calls.clear()
-                longer = given.with_one_row_more()
-                self._compiled(*longer.args, **longer.kwargs)
-            is_same = [call.piece for call in self._recorder.calls] == pieces
+            longer = given.with_one_row_more()
+            is_same = self._timeline(self._record(longer)).key(longer.batch_dims) == key
         except Exception as error:  # whatever it is, it did not happen with the batch as it is
             _LOG.info("a batch of another size cannot be captured: %s", error)
             is_same = False
@@ -271,14 +310,14 @@ def _needs_gradient(what: str) -> PfeifeError:
     )
 
 
-def _tensors_of(structure: Any, depth: int) -> Iterator[torch.Tensor]:
+def _tensors_of(structure: Any) -> Iterator[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def note(item: torch.Tensor) -> torch.Tensor:
         found.append(item)
         return item
 
-    map_tensors(note, structure, depth)
+    map_tensors(note, structure)
     yield from {id(item): item for item in found}.values()
 
 

@@ -27,7 +27,6 @@ from pfeife_accelerate.compat import (
     FakeTensorMode,
     expression_of,
     fake_input,
-    pytree,
     symbolic_number,
 )
 
@@ -140,14 +139,12 @@ class _Joiner:
         return tuple(copies[value] if isinstance(value, fx.Node) else value for value in piece.results)
 
     def _add_operation(self, event: Event, op: EagerOp) -> tuple[Any, ...]:
-        _, spec = pytree.tree_flatten((op.args, dict(op.kwargs)))
         leaves = [
             leaf if link is None else self._argument(link) for leaf, link in zip(event.leaves, event.links, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        made = self._graph.call_function(op.operator, args, kwargs)
+        made = op.add_to(self._graph, leaves)
         made.meta["example_value"] = None
-        if len(op.outputs) == 1:
+        if not op.is_tuple:
             return (made,)
         items = tuple(self._graph.call_function(operator.getitem, (made, i)) for i in range(len(op.outputs)))
         for item in items:

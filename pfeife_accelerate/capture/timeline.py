@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from pfeife_accelerate.capture.backend import Piece, PieceCall
-from pfeife_accelerate.capture.eager_ops import EagerOp, open_size, tensors_of
-from pfeife_accelerate.compat import FakeTensor, pytree, schema_of
+from pfeife_accelerate.capture.eager_ops import EagerOp, open_dims
+from pfeife_accelerate.compat import FakeTensor
 
 
 class NotStitched(Exception):
@@ -57,7 +57,7 @@ class Event:
         if isinstance(self.source, Piece):
             return (id(self.source), self.links)
         constants = tuple(repr(v) for v, link in zip(self.leaves, self.links, strict=True) if link is None)
-        return (self.source.operator, self.links, constants)
+        return (self.source.kind, self.source.target, self.links, constants, tuple(self.source.kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,8 @@ class Timeline:
         for event in self.events:
             if isinstance(event.source, Piece):
                 results = zip(event.source.result_examples, event.outputs, strict=True)
-                if any(isinstance(e, torch.SymInt) and open_size(int(v), rows) for e, v in results):
+                if any(isinstance(example, torch.SymInt) and open_dims((value,), rows) for example, value in results):
                     return "a size of the batch passes through Python code between two captured pieces"
-            elif any(open_size(size, rows) for size in _sizes_in(event.source)):
-                return f"{event.source.operator}, run outside the captured pieces, names a size of the batch"
         return None
 
 
@@ -118,7 +116,9 @@ class TimelineReader:
     def _add_ops(self, events: list[Event], ops: Iterable[EagerOp], wanted: set[int]) -> None:
         for op in ops:
             if id(op) in wanted:
-                self._add(events, op, tuple(pytree.tree_leaves((op.args, dict(op.kwargs)))), op.outputs)
+                if op.problem is not None:
+                    raise NotStitched(op.problem)
+                self._add(events, op, tuple(op.leaves), op.outputs)
 
     def _add(self, events: list[Event], source: Piece | EagerOp, leaves: tuple[Any, ...], outputs: Any) -> None:
         is_piece = isinstance(source, Piece)
@@ -161,13 +161,5 @@ def _needed(calls: Sequence[PieceCall], ops: Sequence[EagerOp], returned: Sequen
         op = maker.get(id(tensor))
         if op is not None and id(op) not in needed and id(tensor) not in known:
             needed.add(id(op))
-            stack += tensors_of(op)
+            stack += [leaf for leaf in op.leaves if isinstance(leaf, torch.Tensor)]
     return needed
-
-
-def _sizes_in(op: EagerOp) -> list[int]:
-    """Numbers among an operation's arguments that are sizes of tensors."""
-    arguments = schema_of(op.operator).arguments
-    given = {**{a.name: v for a, v in zip(arguments, op.args, strict=False)}, **op.kwargs}
-    sizes = [given[a.name] for a in arguments if "SymInt" in str(a.type) and a.name in given]
-    return [size for size in pytree.tree_leaves(sizes) if isinstance(size, int) and not isinstance(size, bool)]
