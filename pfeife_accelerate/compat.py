@@ -124,6 +124,11 @@ def mark_dynamic(tensor: torch.Tensor, dims: list[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
+def dynamic_dims(tensor: torch.Tensor) -> list[int]:
+    """The dimensions marked by the functions above (torch 2.1 to 2.14)."""
+    return sorted(vars(tensor).get("_dynamo_weak_dynamic_indices", ()))
+
+
 def dynamo_limits(recompilations: int) -> Any:
     """Context in which Dynamo may capture a function that often: a new length or mode is one more capture each.
 
@@ -169,6 +174,13 @@ def not_a_frame(function: Any) -> None:
 def is_capture_limit(error: BaseException | None) -> bool:
     """Whether Dynamo was asked for one capture too many (torch 2.6 to 2.14: `FailOnRecompileLimitHit`)."""
     return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def reads_values(error: BaseException) -> bool:
+    """Whether an error says that the value of a fake tensor was asked for (torch 2.2 to 2.14)."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def disable_torch_function() -> Any:

@@ -18,6 +18,7 @@ Ignores: what rows mean to the model; `graph` sees which operations mix them.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,8 +41,11 @@ class CallArguments:
     names: Mapping[int, str]
     doubt: str | None = None
 
-    def with_one_row_more(self) -> CallArguments:
-        """The same call with the last row of each batch repeated."""
+    def with_more_rows(self) -> CallArguments:
+        """The same call with the last row of each batch repeated, to a number that is no other size."""
+        leaves = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        sizes = {size for leaf in leaves for size in leaf.shape}
+        rows = next(rows for rows in itertools.count(self.rows + 1) if rows not in sizes)
         made: dict[int, torch.Tensor] = {}
 
         def longer(item: Any) -> Any:
@@ -49,14 +53,15 @@ class CallArguments:
             if dim is None:
                 return item
             if id(item) not in made:
-                made[id(item)] = torch.cat([item, item.narrow(dim, self.rows - 1, 1)], dim)
+                last = item.narrow(dim, self.rows - 1, 1)
+                made[id(item)] = torch.cat([item, *[last] * (rows - self.rows)], dim)
                 mark_batch_dynamic(made[id(item)], dim)
             return made[id(item)]
 
         args, kwargs = pytree.tree_map(longer, (self.args, self.kwargs))
         dims = {id(made[key]): dim for key, dim in self.batch_dims.items() if key in made}
         names = {id(made[key]): name for key, name in self.names.items() if key in made}
-        return CallArguments(args=args, kwargs=kwargs, rows=self.rows + 1, batch_dims=dims, names=names)
+        return CallArguments(args=args, kwargs=kwargs, rows=rows, batch_dims=dims, names=names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pfeife_accelerate.capture.eager_ops import OperationRecorder, open_dims
+from pfeife_accelerate.capture.eager_ops import OperationRecorder
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.sizes import bind, concrete
 from pfeife_accelerate.compat import FakeTensorMode, mark_dynamic
@@ -72,7 +72,6 @@ class CallRecorder:
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
         self.calls: list[PieceCall] = []
-        self.rows = 1
         self.operations: OperationRecorder | None = None
         """Notes what runs outside the pieces, if that is wanted."""
 
@@ -96,6 +95,6 @@ class CallRecorder:
         shape = concrete(tuple(example.shape), bindings)
         with self.fake_mode, torch.no_grad():
             fake = torch.empty(shape, dtype=example.dtype, device=example.device)
-        # A later piece must not take the present number of rows for a constant.
-        mark_dynamic(fake, open_dims(shape, self.rows))
+        # A later piece must not take for a constant what this one left open.
+        mark_dynamic(fake, [dim for dim, size in enumerate(example.shape) if isinstance(size, torch.SymInt)])
         return fake.requires_grad_(example.requires_grad)

@@ -18,8 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, mark_dynamic, not_a_frame, pytree
-
+from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, dynamic_dims, mark_dynamic, not_a_frame, pytree
 
 _SWITCHED = "{} runs in code that was not captured, with gradients switched on or off"
 
@@ -60,10 +59,9 @@ class ValuelessMode(FakeTensorMode):
 class OperationRecorder(TorchFunctionMode):
     """Notes the operations that run in no captured graph. Dynamo traces through it, and leaves no trace of it."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         not_a_frame(OperationRecorder.__torch_function__)
-        self.rows = rows
         self.ops: list[EagerOp] = []
         self.refused: str | None = None
         self._grad = torch.is_grad_enabled()
@@ -103,7 +101,7 @@ class OperationRecorder(TorchFunctionMode):
             return result
         self._seen.update(id(tensor) for tensor in (*read, *made))
         for tensor in made:
-            mark_dynamic(tensor, open_dims(tensor.shape, self.rows))
+            mark_dynamic(tensor, _open_dims(tensor, read))
         if kind == "getattr":
             kind, target, args = "call_function", getattr, (args[0], target)
         self.ops.append(
@@ -120,9 +118,16 @@ class OperationRecorder(TorchFunctionMode):
         return result
 
 
-def open_dims(shape: Sequence[int], rows: int) -> list[int]:
-    """Dimensions whose size may depend on the number of rows: Dynamo must not take them for constants."""
-    return [dim for dim, size in enumerate(shape) if rows > 1 and size > 0 and size % rows == 0]
+def _open_dims(made: torch.Tensor, read: Sequence[torch.Tensor]) -> list[int]:
+    """Dimensions of a result whose size an operation takes over from an open dimension of what it read.
+
+    In the same place if possible, else wherever the size is the same, or a multiple of it (of flattened dimensions).
+    """
+    opened = [(dim, tensor.shape[dim]) for tensor in read for dim in dynamic_dims(tensor)]
+    sizes = {size for _, size in opened if size > 1}
+    found = [dim for dim, size in enumerate(made.shape) if (dim, size) in opened]
+    found = found or [dim for dim, size in enumerate(made.shape) if size in sizes]
+    return found or [dim for dim, size in enumerate(made.shape) if any(size % of == 0 for of in sizes)][:1]
 
 
 def _node_of(func: Any) -> tuple[str, Any]:

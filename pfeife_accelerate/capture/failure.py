@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from pfeife_accelerate.compat import graph_break_reasons
+from pfeife_accelerate.compat import graph_break_reasons, reads_values
 from pfeife_accelerate.errors import PfeifeError
 
 _HINTS = (
@@ -45,9 +45,15 @@ def refused(
         id="PF510",
         what=f"{type(module).__name__} cannot be captured",
         where=where,
-        why=why or "its forward does something that TorchDynamo cannot trace, such as a branch on a tensor's value",
+        why=why or _reason(cause),
         hints=_HINTS,
     )
+
+
+def _reason(cause: Exception | None) -> str:
+    if cause is None or reads_values(cause):
+        return "it reads the value of a tensor, to branch on it or to compute with it in Python"
+    return f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}"
 
 
 def _line_of(cause: Exception | None) -> str | None:

@@ -177,8 +177,7 @@ class ModelCapture:
         """Run the model's Python on fakes."""
         recorder = self._recorder
         recorder.calls.clear()
-        recorder.rows = given.rows
-        recorder.operations = OperationRecorder(given.rows) if self._notes_operations else None
+        recorder.operations = OperationRecorder() if self._notes_operations else None
         with recorder.operations if recorder.operations is not None else nullcontext():
             structure = self._compiled(*given.args, **given.kwargs)
         returned = tuple(_tensors_of(structure))
@@ -210,12 +209,12 @@ class ModelCapture:
             self._proved.add((torch.is_grad_enabled(), self.module.training))
         else:
             timeline = self._timeline(record)
-            key = timeline.key(given.batch_dims)
-            stitched = self._stitched.find(key, timeline, self._states)
+            stitched = self._stitched.find(timeline.key(given.batch_dims), timeline, self._states)
             if stitched is None:
-                indivisible = timeline.fixed_by_python(given.rows) or self._depends_on_rows(given, key)
+                record, indivisible = self._general(given, record)
+                timeline = self._timeline(record)
                 stitched = stitch(timeline, self._states, given.batch_dims, indivisible)
-                self._stitched.keep(key, stitched)
+                self._stitched.keep(timeline.key(given.batch_dims), stitched)
             graph, arguments = stitched.graph, stitched.arguments(timeline, self._states)
             fakes = {fake: i for i, fake in enumerate(timeline.result_ids)}
         return CapturedCall(
@@ -226,24 +225,37 @@ class ModelCapture:
             fakes=fakes,
         )
 
-    def _depends_on_rows(self, given: CallArguments, key: tuple[Any, ...]) -> str | None:
-        """Why a batch of another size would run through other pieces, found out by trying; or None.
+    def _general(self, given: CallArguments, record: _Record) -> tuple[_Record, str | None]:
+        """A record of the call that holds for any number of rows; if there is none, this one, and why not.
 
-        Python between the pieces may have read the number of rows, which Dynamo then holds for a constant.
+        Found out by trying: Python between the pieces may have read the number of rows, which Dynamo then holds for a
+        constant. Where it has merely kept an older variant for this size, the next call takes the newer one.
         """
-        if given.rows < 2 or not given.batch_dims:
-            return None
+        timeline = self._timeline(record)
+        why = timeline.fixed_by_python(given.rows)
+        if why is not None or given.rows < 2 or not given.batch_dims:
+            return record, why
+        longer = given.with_more_rows()
+        try:
+            key = self._again(longer)[1]
+            if timeline.key(given.batch_dims) == key:
+                return record, None
+            again, newer = self._again(given)
+            if newer == key:
+                return again, None
+        except Exception as error:  # whatever it is, it did not happen with the batch as it is
+            _LOG.info("a batch of another size cannot be captured: %s", error)
+        return record, "Python code between the captured pieces depends on the number of rows"
+
+    def _again(self, given: CallArguments) -> tuple[_Record, tuple[Any, ...]]:
+        """Another record, and its timeline's key; what the model's Python changes is left as it is now."""
         after = Snapshot(self.module, self.device)
         self.undo()
         try:
-            longer = given.with_one_row_more()
-            is_same = self._timeline(self._record(longer)).key(longer.batch_dims) == key
-        except Exception as error:  # whatever it is, it did not happen with the batch as it is
-            _LOG.info("a batch of another size cannot be captured: %s", error)
-            is_same = False
+            record = self._record(given)
+            return record, self._timeline(record).key(given.batch_dims)
         finally:
             after.restore()
-        return None if is_same else "Python code between the captured pieces depends on the number of rows"
 
 
 def replay_tail(

@@ -167,7 +167,8 @@ class _Joiner:
         self.slots.append(slot)
         last = self._inserted_after
         with self._graph.inserting_after(last) if last is not None else self._graph.inserting_before():
-            node = self._graph.placeholder("".join(c if c.isalnum() else "_" for c in name))
+            word = "".join(c if c.isalnum() else "_" for c in name)
+            node = self._graph.placeholder(f"argument_{len(self.slots)}_{word}")
         self._inserted_after = node
         return node
 
