@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from pfeife_accelerate.capture.graph import CapturedGraph
+from pfeife_accelerate.capture.sizes import symbols_of
 from pfeife_accelerate.compat import mark_batch_dynamic, pytree
 from pfeife_accelerate.errors import PfeifeError, did_you_mean
 
@@ -69,6 +71,26 @@ class _Named:
     tensor: torch.Tensor
     name: str
     position: str | None
+
+
+def doubts(given: CallArguments, graph: CapturedGraph, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """What is assumed of the batch in this call, and how to say it otherwise, where rule 3 or 5 is in doubt."""
+    how = ". To say it otherwise, set the option batch_dims: {name: dimension, or none}"
+    found = [] if given.doubt is None else [given.doubt + how]
+    if graph.refusal is None:
+        carriers = {
+            id(argument): (argument, symbols_of(placeholder.example.shape[given.batch_dims[id(argument)]]))
+            for placeholder in graph.placeholders
+            if id(argument := arguments[placeholder.index]) in given.batch_dims
+        }
+        for key, (argument, symbols) in carriers.items():
+            others = [theirs for other, (_, theirs) in carriers.items() if other != key]
+            if argument.dim() == 1 and symbols and others and not any(symbols & theirs for theirs in others):
+                found.append(
+                    f"it is assumed that {given.names[key]!r} (shape {tuple(argument.shape)}) has a value for each row "
+                    f"of the batch: nothing in the model ties it to the other arguments{how}"
+                )
+    return tuple(found)
 
 
 class BatchRules:

@@ -5,7 +5,7 @@ batch, where a cut is legal, and which operations mix the rows of the batch. Tho
 from them, are the *tail* (typically the loss inside the model): the tail is never cut into stages but replayed with the
 script's own loss operations.
 
-Does not model: mixing that keeps the batch dimension's size (BatchNorm in training mode).
+Does not model: mixing that `mixing` does not know, and BatchNorm in training mode.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pfeife_accelerate.capture.mixing import mixes_rows
 from pfeife_accelerate.capture.nodes import (
     autocast_step,
     draws_random,
@@ -169,10 +170,16 @@ class CapturedGraph:
             if not any(True for _ in tensors_in(node.meta.get("example_value"))):
                 continue
             depends.add(node)
-            if node not in tail and not self.carries_batch(node):
+            if node not in tail and self._mixes(node):
                 tail.add(node)
                 first = first or node
         return frozenset(tail), first
+
+    def _mixes(self, node: fx.Node) -> bool:
+        return not self.carries_batch(node) or mixes_rows(node, self.batch_dim, self._num_batch_dims)
+
+    def _num_batch_dims(self, example: torch.Tensor) -> int:
+        return sum(bool(symbols_of(size) & self.batch_symbols) for size in example.shape)
 
     def _find_prologue(self) -> frozenset[fx.Node]:
         """What the tail reads of the call's inputs alone (shifted labels, masks): constants to the loss."""

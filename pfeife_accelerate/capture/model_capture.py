@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pfeife_accelerate.capture.arguments import BatchRules, CallArguments
+from pfeife_accelerate.capture.arguments import BatchRules, CallArguments, doubts
 from pfeife_accelerate.capture.backend import CallRecorder, PieceCall
 from pfeife_accelerate.capture.deferred import DeferredTensor, resolve
 from pfeife_accelerate.capture.eager_ops import EagerOp, OperationRecorder
@@ -44,6 +44,8 @@ class CapturedCall:
     bindings: Mapping[Any, int]
     structure: Any
     fakes: Mapping[int, int]
+    doubts: tuple[str, ...] = ()
+    """What was assumed of the batch, where that was not certain."""
 
     def outputs_with(self, value_of: Callable[[int], Any], *, half_to_float: object = None) -> Any:
         """The returned structure with `value_of(i)` in place of graph output i."""
@@ -223,6 +225,7 @@ class ModelCapture:
             bindings=bind_symbols(graph, arguments),
             structure=record.structure,
             fakes=fakes,
+            doubts=doubts(given, graph, arguments),
         )
 
     def _general(self, given: CallArguments, record: _Record) -> tuple[_Record, str | None]:

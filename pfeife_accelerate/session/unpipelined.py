@@ -7,6 +7,7 @@ launch; whether the model fits; the mean gradient over pipelines; copies that dr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,9 @@ class CaptureGate:
             if self._model.session.plugin.on_capture_failure == "error":
                 raise (failure.refusal if failure.has_begun or failure.cause is None else failure.cause) from failure
             self._failure = failure
+        if captured is not None and self._model.session.mesh.world_rank == 0:
+            for doubt in captured.doubts:
+                warn_once(_LOG, re.sub(r"\d+", "", doubt), doubt)  # once, whatever the sizes
         if self._model.plan is None:
             reason = self._agree(None if self._failure is None else str(self._failure))
             if reason is not None:
