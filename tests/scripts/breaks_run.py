@@ -117,6 +117,9 @@ class Recurrent(nn.Module):
         y, _ = self.layers(F.dropout(self.first(x), 0.2, self.training))
         return self.last(self.norm(y.transpose(1, 2)).transpose(1, 2)) / self.calls
 
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).argmax(-1)
+
 
 def outside(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -174,6 +177,8 @@ def run(accelerator: Accelerator, name: str) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         records["evaluation"] = [loss_of(model, x, labels).item() for x, labels in batches(2)]
+    if isinstance(model, Recurrent):
+        records["generated"] = accelerator.unwrap_model(model).generate(next(batches())[0])
     records["state"] = {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
     records["is pipelined"] = any(p.is_meta for p in model.parameters())
     records["drawn"] = torch.rand(3)
