@@ -240,23 +240,23 @@ class ModelCapture:
             return record, why
         longer = given.with_more_rows()
         try:
-            key = self._again(longer)[1]
-            if timeline.key(given.batch_dims) == key:
+            pattern = self._again(longer)[1]
+            if timeline.pattern(given.batch_dims) == pattern:
                 return record, None
             again, newer = self._again(given)
-            if newer == key:
+            if newer == pattern:
                 return again, None
         except Exception as error:  # whatever it is, it did not happen with the batch as it is
             _LOG.info("a batch of another size cannot be captured: %s", error)
         return record, "Python code between the captured pieces depends on the number of rows"
 
     def _again(self, given: CallArguments) -> tuple[_Record, tuple[Any, ...]]:
-        """Another record, and its timeline's key; what the model's Python changes is left as it is now."""
+        """Another record, and its timeline's pattern; what the model's Python changes is left as it is now."""
         after = Snapshot(self.module, self.device)
         self.undo()
         try:
             record = self._record(given)
-            return record, self._timeline(record).key(given.batch_dims)
+            return record, self._timeline(record).pattern(given.batch_dims)
         finally:
             after.restore()
 

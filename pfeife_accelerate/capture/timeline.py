@@ -74,6 +74,11 @@ class Timeline:
         dims = tuple(batch_dims.get(id(tensor)) for tensor in self.inputs)
         return (tuple(event.key for event in self.events), self.results, dims)
 
+    def pattern(self, batch_dims: Mapping[int, int]) -> tuple[Any, ...]:
+        """Equal for calls that differ in the number of rows only, if Python has not read that number."""
+        without = tuple(tuple(t.shape) for t in self.inputs if id(t) not in batch_dims)
+        return (self.key(batch_dims), without)
+
     def fixed_by_python(self, rows: int) -> str | None:
         """Why Python between the pieces may depend on the number of rows, or None."""
         for event in self.events:

@@ -85,6 +85,11 @@ def keeps_rows(h):
 
 
 @torch._dynamo.disable
+def makes_rows(h):
+    return h.T.mul(torch.ones(h.shape[0])).T
+
+
+@torch._dynamo.disable
 def names_rows(h):
     return h.reshape(h.shape[0] * 2, -1).reshape(h.shape[0], -1)
 
@@ -137,7 +142,11 @@ def test_a_loss_inside_the_model_after_a_break_is_replayed_with_the_scripts():
 
 @pytest.mark.parametrize(
     ("between", "why"),
-    [(keeps_rows, "a size of the batch passes through Python"), (names_rows, "depends on the number of rows")],
+    [
+        (keeps_rows, "a size of the batch passes through Python"),
+        (names_rows, "depends on the number of rows"),
+        (makes_rows, "depends on the number of rows"),
+    ],
 )
 def test_a_batch_size_that_python_has_read_makes_the_batch_indivisible_and_not_wrong(between, why):
     for call in check(Net(between), rows=(6, 4, 5)):
