@@ -83,6 +83,10 @@ class FakeState:
         """The twins by canonical name."""
         return {self.name_of[id(slot.fake)]: slot.fake for slot in self._slots}
 
+    def assigned(self) -> list[str]:
+        """Names of the parameters and buffers that the model has replaced since the twins were put in."""
+        return [self.name_of[id(slot.fake)] for slot in self._slots if slot.holder.get(slot.key) is not slot.fake]
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put the twins into the model for the duration of a call."""

@@ -139,6 +139,14 @@ class ModelCapture:
             self.undo()
             if not is_capture_limit(failure.cause):
                 raise
+        self._forget_variants()
+        try:
+            return self._captured(given, autocast)
+        except CaptureFailure:
+            self.undo()
+            raise
+
+    def _forget_variants(self) -> None:
         warn_once(
             _LOG,
             "too many variants",
@@ -148,7 +156,6 @@ class ModelCapture:
         )
         torch.compiler.reset()
         self._prepare()
-        return self._captured(given, autocast)
 
     def undo(self) -> None:
         """Take back what the model's Python has changed in the last call."""
@@ -164,6 +171,8 @@ class ModelCapture:
                 if not self._notes_operations and not record.is_one_graph:
                     self._start_noting()
                     record = self._record(given)
+                if assigned := self._fakes.assigned():
+                    raise NotStitched(f"the forward pass assigns a new tensor to {assigned[0]}")
                 return self._understood(given, record)
             except PfeifeError:
                 raise

@@ -244,6 +244,25 @@ def test_a_failed_capture_takes_back_what_the_models_python_did():
     assert model.last is buffer
 
 
+class Averaging(nn.Module):
+    """Assigns a new tensor to a buffer: an assignment on fakes must not be lost silently."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.average = 0.9 * self.average + 0.1 * h.mean(0).detach()
+        return h - self.average
+
+
+def test_a_buffer_that_is_assigned_anew_is_no_capture():
+    with pytest.raises(CaptureFailure, match="the forward pass assigns a new tensor to average"):
+        ModelCapture(Averaging(), CPU).call((torch.ones(4, 8),), {}, None)
+
+
 def test_more_variants_than_the_limit_are_forgotten_and_said_once(monkeypatch, caplog):
     # Dynamo would run the model uncaptured, on fakes, once a function has that many variants.
     import pfeife_accelerate.capture.model_capture as module
