@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,9 +130,19 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def mark_batch_dynamic(tensor: torch.Tensor) -> None:
-    """Ask Dynamo for a symbolic size in dimension 0 unless the code fixes it (torch 2.1 to 2.14)."""
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+def mark_batch_dynamic(tensor: torch.Tensor, dim: int = 0) -> None:
+    """Ask Dynamo for a symbolic size in a dimension unless the code fixes it (torch 2.1 to 2.14)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: list[int]) -> None:
+    """Ask Dynamo for symbolic sizes in some dimensions unless the code fixes them (torch 2.1 to 2.14)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dims)
+
+
+def dynamic_dims(tensor: torch.Tensor) -> list[int]:
+    """The dimensions marked by the functions above (torch 2.1 to 2.14)."""
+    return sorted(vars(tensor).get("_dynamo_weak_dynamic_indices", ()))
 
 
 _LOGGING = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
@@ -143,6 +153,8 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
     """Dynamo may capture a function that often (a new length or mode is one more capture each), without giving up on
     bookkeeping: messages of loggers, and `requires_grad = True` on a value made in forward.
 
+    One more raises (see `is_capture_limit`); without that, Dynamo would run the function on the fakes, uncaptured.
+
     torch 2.1 - 2.14 for the options. torch 2.14: `SetAttrBuiltinVariable._call_setattr`; other versions break the
     graph. T5 and wav2vec set the flag so that reentrant checkpointing finds an input that requires gradients; nobody
     reads these gradients.
@@ -152,6 +164,7 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
     options = torch._dynamo.config.patch(
         recompile_limit=recompilations,
         accumulated_recompile_limit=max(recompilations, 256),
+        fail_on_recompile_limit_hit=True,
         suppress_errors=False,
         ignore_logger_methods=messages,
     )
@@ -180,6 +193,47 @@ def _requires_grad_passed_over() -> Iterator[None]:
         setting._call_setattr = original
 
 
+def fake_input(mode: FakeTensorMode, tensor: torch.Tensor, open_dims: Collection[int], name: str) -> torch.Tensor:
+    """A fake of `tensor` with a symbolic size of its own in each of `open_dims` (torch 2.2 to 2.14)."""
+    from torch._dynamo.source import ConstantSource  # these load all of Dynamo
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    dims = range(tensor.dim())
+    kinds = [DimDynamic.DYNAMIC if d in open_dims and tensor.shape[d] > 1 else DimDynamic.STATIC for d in dims]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
+
+
+def symbolic_number(mode: FakeTensorMode, value: int, name: str) -> Any:
+    """A symbolic number that stands for `value` (torch 2.2 to 2.14)."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
+    symbol = mode.shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return mode.shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+def not_a_frame(function: Any) -> None:
+    """Tell Dynamo not to capture a function by itself; it is still traced as a part of others.
+
+    torch 2.1 - 2.14: `torch._dynamo.eval_frame.skip_code`; `torch.compiler.disable` would end the graph of a caller.
+    """
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+def is_capture_limit(error: BaseException | None) -> bool:
+    """Whether Dynamo was asked for one capture too many (torch 2.6 to 2.14: `FailOnRecompileLimitHit`)."""
+    return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def reads_values(error: BaseException) -> bool:
+    """Whether an error says that the value of a fake tensor was asked for (torch 2.2 to 2.14)."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
 def disable_torch_function() -> Any:
     """Context in which tensor subclasses are treated as plain tensors (torch 1.13 to 2.14)."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -197,13 +251,18 @@ def make_wrapper(cls: type, like: torch.Tensor) -> Any:
     )
 
 
-def graph_break_reasons() -> list[str]:
-    """Where and why Dynamo had to break graphs in this process, latest first.
+def num_graph_breaks() -> int:
+    """How many graph breaks Dynamo has noted in this process: see `graph_break_reasons`."""
+    return len(torch._dynamo.utils.graph_break_reasons)
+
+
+def graph_break_reasons(since: int = 0) -> list[str]:
+    """Where and why Dynamo had to break graphs in this process, latest first; without the first `since`.
 
     torch 2.1 - 2.14: `torch._dynamo.utils.graph_break_reasons`; the public counters name no source line.
     """
     found = []
-    for broken in reversed(torch._dynamo.utils.graph_break_reasons):
+    for broken in reversed(torch._dynamo.utils.graph_break_reasons[since:]):
         reason = (str(broken.reason).strip() or "graph break").splitlines()[0]
         place = broken.user_stack[-1] if broken.user_stack else None
         found.append(reason if place is None else f"{place.filename}:{place.lineno}: {place.line} ({reason})")

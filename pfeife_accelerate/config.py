@@ -33,6 +33,7 @@ SECTION: Final = "pfeife_config"
 PREFIX: Final = "PFEIFE_"
 ENABLED_VARIABLE: Final = "PFEIFE_ENABLED"
 SCHEDULES: Final = ("auto", "gpipe", "1f1b", "looped")
+ON_CAPTURE_FAILURE: Final = ("fallback", "error")
 
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
@@ -54,7 +55,7 @@ class PfeifePlugin:
     num_microbatches: int | None = field(default=None, metadata=_COUNT)
     """Pieces that a batch is cut into. None: chosen by the planner. More pieces, less idle time, smaller operations."""
 
-    schedule: str = field(default="auto", metadata={"kind": "choice"})
+    schedule: str = field(default="auto", metadata={"kind": "choice", "choices": SCHEDULES})
     """Order of the pieces: "gpipe" (all forwards first: most memory), "1f1b", "looped" (several stages a rank);
     "auto" lets the planner choose."""
 
@@ -73,13 +74,24 @@ class PfeifePlugin:
     plan_file: str | None = field(default=None, metadata={"kind": "path"})
     """A plan made before (`pfeife plan`), used instead of planning."""
 
+    on_capture_failure: str = field(default="fallback", metadata={"kind": "choice", "choices": ON_CAPTURE_FAILURE})
+    """A model that cannot be captured: "fallback" trains it whole on every process, exactly and with no gain in speed,
+    after a warning that names the line; "error" refuses it."""
+
+    batch_dims: tuple[tuple[str, int | None], ...] = field(default=(), metadata={"kind": "dims"})
+    """Dimension of the batch in an argument of the model, by name (`src`, dotted for nested ones:
+    `conditions.mask`) or position (`"0"`); None: the argument has no batch. A mapping is accepted too. Arguments that
+    are not named: decided by their sizes, with a warning where that is in doubt."""
+
     verbose: int = field(default=0, metadata={"kind": "level", "minimum": 0, "maximum": 2})
     """0: warnings only; 1: the plan and its estimate; 2: every decision."""
 
     def __post_init__(self) -> None:
-        """Refuse wrong types and values; a list of split points is accepted and becomes a tuple."""
+        """Refuse wrong types and values; a list of split points and a mapping of dimensions become tuples."""
         if isinstance(self.split_points, list):
             object.__setattr__(self, "split_points", tuple(self.split_points))
+        if isinstance(self.batch_dims, Mapping):
+            object.__setattr__(self, "batch_dims", tuple(self.batch_dims.items()))
         values = vars(self)
         for option in fields(self):
             _check(option.name, values[option.name], option.metadata, where="PfeifePlugin(...)")
@@ -106,6 +118,8 @@ class PfeifePlugin:
                 continue
             if options[key].metadata["kind"] == "names" and isinstance(value, (list, str)):
                 value = tuple(value) if isinstance(value, list) else (value,)
+            if options[key].metadata["kind"] == "dims" and isinstance(value, Mapping):
+                value = tuple((str(name), None if dim == "none" else dim) for name, dim in value.items())
             _check(key, value, options[key].metadata, where=where)
             given[key] = value
         return cls(**given)
@@ -133,8 +147,7 @@ class PfeifePlugin:
         """The variables that `from_environment` turns into an equal plug-in: what differs from the defaults."""
         variables = {ENABLED_VARIABLE: "true"}
         for name, value in _non_default(self).items():
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
-            variables[PREFIX + name.upper()] = text
+            variables[PREFIX + name.upper()] = _as_text(value)
         return variables
 
 
@@ -182,6 +195,12 @@ def _non_default(plugin: PfeifePlugin) -> dict[str, Any]:
     return {option.name: values[option.name] for option in fields(plugin) if values[option.name] != option.default}
 
 
+def _as_text(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join(item if isinstance(item, str) else f"{item[0]}={_as_text(item[1]).lower()}" for item in value)
+
+
 def _parse_flag(variable: str, text: str) -> bool:
     word = text.strip().lower()
     if word in _TRUE | _FALSE:
@@ -206,8 +225,18 @@ def _parse(variable: str, text: str, metadata: Mapping[str, Any]) -> Any:
                 ) from None
         case "names":
             return tuple(name.strip() for name in text.split(",") if name.strip())
+        case "dims":
+            return tuple(_parse_dim(item) for item in text.split(",") if item.strip())
         case _:
             return text
+
+
+def _parse_dim(item: str) -> tuple[str, Any]:
+    """`name=1` or `name=none`; what is neither stays text, and is refused by the check."""
+    name, _, dim = (part.strip() for part in item.partition("="))
+    if dim.lower() in ("none", "null"):
+        return name, None
+    return name, int(dim) if dim.isdecimal() else dim
 
 
 def _check(name: str, value: Any, metadata: Mapping[str, Any], *, where: str) -> None:
@@ -218,14 +247,17 @@ def _check(name: str, value: Any, metadata: Mapping[str, Any], *, where: str) ->
             if isinstance(value, int) and not isinstance(value, bool):
                 fits = metadata["minimum"] <= value <= metadata.get("maximum", value)
         case "choice":
-            fits = value in SCHEDULES
+            fits = value in metadata["choices"]
         case "names":
             fits = isinstance(value, tuple) and all(isinstance(item, str) and _is_name(item) for item in value)
+        case "dims":
+            fits = isinstance(value, tuple) and all(_is_dim(item) for item in value)
         case _:
             fits = value is None or (isinstance(value, str) and value != "" and value == value.strip())
     if fits:
         return
-    near = did_you_mean(value, SCHEDULES) if metadata["kind"] == "choice" and isinstance(value, str) else None
+    choices = metadata.get("choices", ())
+    near = did_you_mean(value, choices) if isinstance(value, str) else None
     raise PfeifeError(
         id="PF102",
         what=f"{name} must be {_expected(metadata)}, got {value!r}",
@@ -239,6 +271,15 @@ def _is_name(text: str) -> bool:
     return text != "" and text == text.strip() and "," not in text
 
 
+def _is_dim(item: Any) -> bool:
+    """A pair of an argument's name and the number of a dimension, or None."""
+    if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+        return False
+    name, dim = item
+    fits = dim is None or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0)
+    return fits and _is_name(name) and "=" not in name
+
+
 def _expected(metadata: Mapping[str, Any]) -> str:
     match metadata["kind"]:
         case "count":
@@ -246,9 +287,11 @@ def _expected(metadata: Mapping[str, Any]) -> str:
         case "level":
             return f"a whole number from {metadata['minimum']} to {metadata['maximum']}"
         case "choice":
-            return "one of " + ", ".join(f'"{name}"' for name in SCHEDULES)
+            return "one of " + ", ".join(f'"{name}"' for name in metadata["choices"])
         case "names":
             return "a list of module names"
+        case "dims":
+            return "a mapping of argument names to dimensions >= 0, or to none for an argument without a batch"
         case _:
             return "a path"
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from pfeife_accelerate.capture.eager_ops import ValuelessMode
 from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, state_holders
 
 
@@ -28,11 +28,25 @@ class _Slot:
     fake: torch.Tensor
 
 
+def fake_twin(real: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """A fake tensor of that mode like `real`, a parameter if it is one, that claims to be on `device`."""
+    with torch.no_grad():
+        meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+        fake = FakeTensor(mode, meta, device)
+    is_parameter = isinstance(real, nn.Parameter)
+    return nn.Parameter(fake, requires_grad=bool(real.requires_grad)) if is_parameter else fake
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(tensor, FakeTensor)
+
+
 class FakeState:
     """The fake twins of a model's parameters and buffers."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.mode = ValuelessMode()
         self.device = device
         self.name_of: dict[int, str] = {}
         """Canonical (first) name of the parameter or buffer behind each fake twin, by `id`."""
@@ -52,11 +66,7 @@ class FakeState:
         self._slots.append(_Slot(holder=holder, key=key, real=real, fake=fake))
 
     def _twin(self, real: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-            fake = FakeTensor(self.mode, meta, self.device)
-        is_parameter = isinstance(real, nn.Parameter)
-        return nn.Parameter(fake, requires_grad=bool(real.requires_grad)) if is_parameter else fake
+        return fake_twin(real, self.mode, self.device)
 
     def matches(self) -> bool:
         """Whether the model still holds the tensors that the twins were made from (else the twins must be remade)."""
@@ -68,6 +78,14 @@ class FakeState:
     def real_states(self) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers by canonical name."""
         return {self.name_of[id(slot.fake)]: slot.real for slot in self._slots}
+
+    def fake_states(self) -> dict[str, torch.Tensor]:
+        """The twins by canonical name."""
+        return {self.name_of[id(slot.fake)]: slot.fake for slot in self._slots}
+
+    def assigned(self) -> list[str]:
+        """Names of the parameters and buffers that the model has replaced since the twins were put in."""
+        return [self.name_of[id(slot.fake)] for slot in self._slots if slot.holder.get(slot.key) is not slot.fake]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -5,21 +5,21 @@ batch, where a cut is legal, and which operations mix the rows of the batch. Tho
 from them, are the *tail* (typically the loss inside the model): the tail is never cut into stages but replayed with the
 script's own loss operations.
 
-Does not model: graphs in several pieces, and mixing that keeps the batch dimension's size (BatchNorm in training mode).
+Does not model: mixing that `mixing` does not know, and BatchNorm in training mode.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
+from pfeife_accelerate.capture.mixing import mixes_rows
 from pfeife_accelerate.capture.nodes import (
     autocast_step,
     inputs_of,
@@ -30,8 +30,8 @@ from pfeife_accelerate.capture.nodes import (
     tensors_in,
 )
 from pfeife_accelerate.capture.random_operation import draws_random
-from pfeife_accelerate.capture.regions import inline_regions
-from pfeife_accelerate.compat import SET_GRAD_ENABLED, expression_of, storage_id
+from pfeife_accelerate.capture.sizes import bind, concrete, symbols_of
+from pfeife_accelerate.compat import SET_GRAD_ENABLED, storage_id
 
 METADATA_ONLY = frozenset(
     {"size", "dim", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "stride", "numel", "__len__"}
@@ -66,7 +66,11 @@ class CapturedGraph:
     """An fx graph at torch level with symbolic batch size; see the module's docstring."""
 
     def __init__(
-        self, gm: fx.GraphModule, placeholders: tuple[Placeholder, ...], batch_symbols: frozenset[Any]
+        self,
+        gm: fx.GraphModule,
+        placeholders: tuple[Placeholder, ...],
+        batch_symbols: frozenset[Any],
+        indivisible: str | None = None,
     ) -> None:
         self.gm = gm
         self.placeholders = placeholders
@@ -77,7 +81,7 @@ class CapturedGraph:
         self.outputs: tuple[Any, ...] = tuple(output.args[0])
         self.output_examples = tuple(_example(value) for value in self.outputs)
         self.tail, self.mixing_node = self._find_tail()
-        self.refusal = self._refusal()
+        self.refusal = indivisible or self._refusal()
         if self.refusal:
             self.tail = frozenset()
         self.prologue = self._find_prologue()
@@ -92,22 +96,31 @@ class CapturedGraph:
 
     @classmethod
     def build(
-        cls, gm: fx.GraphModule, args: tuple[Any, ...], name_of: Mapping[int, str], batch_size: int
+        cls,
+        gm: fx.GraphModule,
+        args: tuple[Any, ...],
+        name_of: Mapping[int, str],
+        batch_dims: Mapping[int, int],
+        indivisible: str | None = None,
     ) -> CapturedGraph:
-        """Read a graph given by Dynamo; `args` are the arguments of its first call, `batch_size` that call's rows."""
-        inline_regions(gm)
+        """Read a graph as Dynamo gives it; `args` are the arguments of one call.
+
+        `name_of` and `batch_dims` know arguments by `id`: which are parameters or buffers, and which dimension of an
+        argument is the batch. `indivisible` says why the batch cannot be divided, if that is known.
+        """
         _normalise(gm)
-        placeholders, batch_symbols = [], set()
+        placeholders: list[Placeholder] = []
+        batch_symbols: set[Any] = set()
         for index, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
             example, kind, name = node.meta.get("example_value"), PlaceholderKind.INPUT, None
             if not isinstance(example, torch.Tensor):
                 kind = PlaceholderKind.SYMBOL
             elif id(args[index]) in name_of:
                 kind, name = PlaceholderKind.STATE, name_of[id(args[index])]
-            elif example.dim() and args[index].shape[0] == batch_size:
-                batch_symbols |= expression_of(example.shape[0]).free_symbols
+            elif (dim := batch_dims.get(id(args[index]))) is not None:
+                batch_symbols |= symbols_of(example.shape[dim])
             placeholders.append(Placeholder(node=node, index=index, kind=kind, state_name=name))
-        return cls(gm, tuple(placeholders), frozenset(batch_symbols))
+        return cls(gm, tuple(placeholders), frozenset(batch_symbols), indivisible)
 
     @property
     def changes_buffers(self) -> bool:
@@ -116,18 +129,12 @@ class CapturedGraph:
 
     def concrete(self, value: Any, bindings: Mapping[Any, int]) -> Any:
         """A size, or a structure of sizes, with numbers put in for the symbols."""
-        if isinstance(value, torch.Size | tuple | list):
-            return tuple(self.concrete(item, bindings) for item in value)
-        if isinstance(value, torch.SymInt):
-            return int(expression_of(value).xreplace({k: sympy.Integer(v) for k, v in bindings.items()}))
-        if isinstance(value, torch.SymFloat):
-            return float(expression_of(value).xreplace({k: sympy.Integer(v) for k, v in bindings.items()}))
-        return value
+        return concrete(value, bindings)
 
     def batch_dim(self, example: torch.Tensor) -> int | None:
         """The first dimension whose size depends on the batch size, or None."""
         for dim, size in enumerate(example.shape):
-            if isinstance(size, torch.SymInt) and expression_of(size).free_symbols & self.batch_symbols:
+            if symbols_of(size) & self.batch_symbols:
                 return dim
         return None
 
@@ -169,10 +176,16 @@ class CapturedGraph:
             if not any(True for _ in tensors_in(node.meta.get("example_value"))):
                 continue
             depends.add(node)
-            if node not in tail and not self.carries_batch(node):
+            if node not in tail and self._mixes(node):
                 tail.add(node)
                 first = first or node
         return frozenset(tail), first
+
+    def _mixes(self, node: fx.Node) -> bool:
+        return not self.carries_batch(node) or mixes_rows(node, self.batch_dim, self._num_batch_dims)
+
+    def _num_batch_dims(self, example: torch.Tensor) -> int:
+        return sum(bool(symbols_of(size) & self.batch_symbols) for size in example.shape)
 
     def _find_prologue(self) -> frozenset[fx.Node]:
         """What the tail reads of the call's inputs alone (shifted labels, masks): constants to the loss."""
@@ -281,22 +294,7 @@ class CapturedGraph:
 
 def bind_symbols(graph: CapturedGraph, args: tuple[Any, ...]) -> dict[Any, int]:
     """Values of the graph's size symbols in a call with these arguments."""
-    bindings: dict[Any, int] = {}
-    for placeholder in graph.placeholders:
-        example, arg = placeholder.example, args[placeholder.index]
-        if isinstance(example, torch.Tensor):
-            _bind(zip(example.shape, arg.shape, strict=True), bindings)
-        elif isinstance(example, torch.SymInt | torch.SymFloat):
-            _bind([(example, arg)], bindings)
-    return bindings
-
-
-def _bind(pairs: Iterable[tuple[Any, Any]], bindings: dict[Any, int]) -> None:
-    for symbolic, number in pairs:
-        if isinstance(symbolic, torch.SymInt | torch.SymFloat):
-            expression = expression_of(symbolic)
-            if expression.is_Symbol:
-                bindings[expression] = number
+    return bind((placeholder.example, args[placeholder.index]) for placeholder in graph.placeholders)
 
 
 def _example(value: Any) -> Any:

@@ -1,39 +1,38 @@
 """Calls of a model under capture: the graph, this call's arguments, and the structure of what the model returns.
 
 The model's own `forward` is compiled with a backend that computes nothing, on fake parameters; see `backend` and
-`fakes`.
+`fakes`. Where Dynamo breaks its graph, the pieces are joined; see `stitch`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections import Counter
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from pfeife_accelerate.capture.backend import CallRecorder
-from pfeife_accelerate.capture.deferred import DeferredTensor, resolve
-from pfeife_accelerate.capture.fakes import FakeState
+from pfeife_accelerate.capture.arguments import BatchRules, CallArguments, doubts
+from pfeife_accelerate.capture.backend import CallRecorder, PieceCall
+from pfeife_accelerate.capture.eager_ops import EagerOp, OperationRecorder
+from pfeife_accelerate.capture.failure import CaptureFailure, refused
+from pfeife_accelerate.capture.fakes import FakeState, is_fake
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind, bind_symbols
-from pfeife_accelerate.compat import dynamo_limits, graph_break_reasons, mark_batch_dynamic, pytree
+from pfeife_accelerate.capture.inputs import InputLink, Inputs
+from pfeife_accelerate.capture.side_effects import Snapshot
+from pfeife_accelerate.capture.stitch import StitchCache, stitch
+from pfeife_accelerate.capture.timeline import NotStitched, Timeline, TimelineReader
+from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, pytree
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.log import get_logger, warn_once
 
-_MAX_CAPTURES = 64
-_MAX_DEPTH = 6
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class InputLink:
-    """An argument that a gradient must flow into: what the script passed, and the leaf tensor that the stages read."""
-
-    index: int
-    source: torch.Tensor
-    leaf: torch.Tensor
+MAX_VARIANTS = 64
+MAX_DEPTH = 6
+_LOG = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,8 @@ class CapturedCall:
     structure: Any
     fakes: Mapping[int, int]
     links: tuple[InputLink, ...] = ()
+    doubts: tuple[str, ...] = ()
+    """What was assumed of the batch, where that was not certain."""
 
     def outputs_with(self, value_of: Callable[[int], Any], *, half_to_float: object = None) -> Any:
         """The returned structure with `value_of(i)` in place of graph output i."""
@@ -57,27 +58,61 @@ class CapturedCall:
             value = value_of(index)
             return value.float() if half_to_float and value.dtype in (torch.float16, torch.bfloat16) else value
 
-        return _map_tensors(replace, self.structure, _MAX_DEPTH)
+        return map_tensors(replace, self.structure, MAX_DEPTH)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What was noted of one call, and the structure that it returned, with the tensors in it."""
+
+    calls: tuple[PieceCall, ...]
+    ops: tuple[EagerOp, ...]
+    refused: str | None
+    structure: Any
+    returned: tuple[torch.Tensor, ...]
+
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether Dynamo captured the call whole."""
+        if len(self.calls) != 1:
+            return False
+        made = {id(output) for output in self.calls[0].outputs}
+        return all(id(tensor) in made or not is_fake(tensor) for tensor in self.returned)
 
 
 class ModelCapture:
     """Captures calls of one model; equal calls cost Dynamo's guards alone."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, batch_dims: tuple[tuple[str, int | None], ...] = ()
+    ) -> None:
         self.module = module
         self.device = device
         self.original_forward: Callable[..., Any] = module.forward
+        self._declared = batch_dims
+        self._rules: BatchRules | None = None
+        self._proved: set[tuple[bool, bool]] = set()
+        self._before: Snapshot | None = None
+        self._notes_operations = False
         self._prepare()
 
     def _prepare(self) -> None:
         self._fakes = FakeState(self.module, self.device)
-        self._recorder = CallRecorder(self._fakes.name_of, self._fakes.mode)
+        self._states = self._fakes.fake_states()
+        self._recorder = CallRecorder(self._fakes.mode)
+        self._stitched = StitchCache()
+        self._compile()
+
+    def _compile(self) -> None:
         forward = self.original_forward
 
         def captured_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
-        self._compiled = torch.compile(captured_forward, backend=self._recorder)
+        # Dynamo counts variants by code object, and functions made in one place share theirs.
+        own = captured_forward.__code__.replace()
+        function = types.FunctionType(own, globals(), "captured_forward", None, captured_forward.__closure__)
+        self._compiled = torch.compile(function, backend=self._recorder)
 
     def states(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by canonical name."""
@@ -88,37 +123,154 @@ class ModelCapture:
     ) -> CapturedCall:
         """Capture one call.
 
-        Raises: PfeifeError PF510 if the model cannot be captured as one graph.
+        Raises: CaptureFailure if that is impossible.
         """
         if not self._fakes.matches():
             self._prepare()
-        inputs = _Inputs()
-        args, kwargs = pytree.tree_map(inputs.plain, (args, kwargs))
-        rows = _batch_size([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+        if self._rules is None:
+            self._rules = BatchRules(self.original_forward, self._declared)
+        self._inputs = Inputs()  # of this call
+        args, kwargs = self._inputs.plain(args, kwargs)
+        given = self._rules.read(args, kwargs)
+        # Calls of a kind that has succeeded as one graph run none of the model's Python on fakes.
+        kind = (torch.is_grad_enabled(), self.module.training)
+        self._before = None if kind in self._proved else Snapshot(self.module, self.device)
+        try:
+            return self._captured(given, autocast)
+        except CaptureFailure as failure:
+            self.undo()
+            if not is_capture_limit(failure.cause):
+                raise
+        self._forget_variants()
+        try:
+            return self._captured(given, autocast)
+        except CaptureFailure:
+            self.undo()
+            raise
+
+    def _forget_variants(self) -> None:
+        warn_once(
+            _LOG,
+            "too many variants",
+            f"{type(self.module).__name__} has been captured in more than {MAX_VARIANTS} variants (shapes, modes, "
+            "values of arguments); all are forgotten and captured anew when they are needed. Each capture takes as "
+            "long as the first one: pad lengths to fewer different sizes, and pass changing numbers as tensors.",
+        )
+        torch.compiler.reset()
+        self._prepare()
+
+    def undo(self) -> None:
+        """Take back what the model's Python has changed in the last call."""
+        if self._before is not None:
+            self._before.restore()
+
+    def _captured(self, given: CallArguments, autocast: tuple[str, torch.dtype] | None) -> CapturedCall:
+        breaks_before = num_graph_breaks()
+        mode = torch.autocast(*autocast) if autocast else nullcontext()
+        with dynamo_limits(MAX_VARIANTS), self._fakes.in_place(), mode:
+            try:
+                record = self._record(given)
+                if not self._notes_operations and not record.is_one_graph:
+                    self._start_noting()
+                    record = self._record(given)
+                if assigned := self._fakes.assigned():
+                    raise NotStitched(f"the forward pass assigns a new tensor to {assigned[0]}")
+                return self._understood(given, record)
+            except PfeifeError:
+                raise
+            except NotStitched as error:
+                raise CaptureFailure(refused(self.module, str(error), None, breaks_before)) from error
+            except Exception as error:
+                refusal = refused(self.module, None, error, breaks_before)
+                raise CaptureFailure(refusal, error, has_begun=bool(self._recorder.calls)) from error
+            finally:
+                self._recorder.calls.clear()
+
+    def _record(self, given: CallArguments) -> _Record:
+        """Run the model's Python on fakes."""
         recorder = self._recorder
         recorder.calls.clear()
-        recorder.batch_size = rows
-        mode = torch.autocast(*autocast) if autocast else nullcontext()
-        with dynamo_limits(_MAX_CAPTURES), self._fakes.in_place(), mode:
-            try:
-                structure = self._compiled(*args, **kwargs)
-            except Exception as error:
-                if not recorder.calls:
-                    raise
-                # After a first graph, the model's own code has run on values that were never computed.
-                raise _not_one_graph(self.module, len(recorder.calls) + 1) from error
-        if len(recorder.calls) != 1:
-            raise _not_one_graph(self.module, len(recorder.calls))
-        (made,) = recorder.calls
-        recorder.calls.clear()
-        return CapturedCall(
-            graph=made.graph,
-            arguments=made.args,
-            bindings=bind_symbols(made.graph, made.args),
+        recorder.operations = OperationRecorder() if self._notes_operations else None
+        with recorder.operations if recorder.operations is not None else nullcontext():
+            structure = self._compiled(*given.args, **given.kwargs)
+        returned = tuple(_tensors_of(structure))
+        operations = recorder.operations
+        return _Record(
+            calls=tuple(recorder.calls),
+            ops=() if operations is None else tuple(operations.ops),
+            refused=None if operations is None else operations.refused,
             structure=structure,
-            fakes={id(fake): i for i, fake in enumerate(made.outputs)},
-            links=inputs.links(made.args),
+            returned=returned,
         )
+
+    def _start_noting(self) -> None:
+        """From now on, note what runs outside the captured pieces: it costs time, and few models need it."""
+        self._notes_operations = True
+        self.undo()
+        self._compile()
+
+    def _timeline(self, record: _Record) -> Timeline:
+        if record.refused is not None:
+            raise NotStitched(record.refused)
+        return TimelineReader(self._fakes.name_of).read(record.calls, record.ops, record.returned)
+
+    def _understood(self, given: CallArguments, record: _Record) -> CapturedCall:
+        if record.is_one_graph:
+            (only,) = record.calls
+            graph = only.piece.whole(only.args, self._fakes.name_of, given.batch_dims)
+            arguments, fakes = only.args, {id(fake): i for i, fake in enumerate(only.outputs)}
+            self._proved.add((torch.is_grad_enabled(), self.module.training))
+        else:
+            timeline = self._timeline(record)
+            stitched = self._stitched.find(timeline.key(given.batch_dims), timeline, self._states)
+            if stitched is None:
+                record, indivisible = self._general(given, record)
+                timeline = self._timeline(record)
+                stitched = stitch(timeline, self._states, given.batch_dims, indivisible)
+                self._stitched.keep(timeline.key(given.batch_dims), stitched)
+            graph, arguments = stitched.graph, stitched.arguments(timeline, self._states)
+            fakes = {fake: i for i, fake in enumerate(timeline.result_ids)}
+        return CapturedCall(
+            graph=graph,
+            arguments=arguments,
+            bindings=bind_symbols(graph, arguments),
+            structure=record.structure,
+            fakes=fakes,
+            doubts=doubts(given, graph, arguments),
+            links=self._inputs.links(arguments),
+        )
+
+    def _general(self, given: CallArguments, record: _Record) -> tuple[_Record, str | None]:
+        """A record of the call that holds for any number of rows; if there is none, this one, and why not.
+
+        Found out by trying: Python between the pieces may have read the number of rows, which Dynamo then holds for a
+        constant. Where it has merely kept an older variant for this size, the next call takes the newer one.
+        """
+        timeline = self._timeline(record)
+        why = timeline.fixed_by_python(given.rows)
+        if why is not None or given.rows < 2 or not given.batch_dims:
+            return record, why
+        longer = given.with_more_rows()
+        try:
+            pattern = self._again(longer)[1]
+            if timeline.pattern(given.batch_dims) == pattern:
+                return record, None
+            again, newer = self._again(given)
+            if newer == pattern:
+                return again, None
+        except Exception as error:  # whatever it is, it did not happen with the batch as it is
+            _LOG.info("a batch of another size cannot be captured: %s", error)
+        return record, "Python code between the captured pieces depends on the number of rows"
+
+    def _again(self, given: CallArguments) -> tuple[_Record, tuple[Any, ...]]:
+        """Another record, and its timeline's pattern; what the model's Python changes is left as it is now."""
+        after = Snapshot(self.module, self.device)
+        self.undo()
+        try:
+            record = self._record(given)
+            return record, self._timeline(record).pattern(given.batch_dims)
+        finally:
+            after.restore()
 
 
 def replay_tail(
@@ -155,43 +307,18 @@ def replay_tail(
     return values
 
 
-class _Inputs:
-    """Arguments of one call as real tensors: those that a gradient must flow into become leaves of their own."""
+def _tensors_of(structure: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
 
-    def __init__(self) -> None:
-        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def note(item: torch.Tensor) -> torch.Tensor:
+        found.append(item)
+        return item
 
-    def plain(self, item: Any) -> Any:
-        """What to call the model with in place of an argument."""
-        if not isinstance(item, torch.Tensor):
-            return item
-        value = resolve(item) if isinstance(item, DeferredTensor) else item
-        if not (torch.is_grad_enabled() and item.requires_grad):
-            return value
-        if id(item) not in self._leaves:
-            self._leaves[id(item)] = item, value.detach().requires_grad_()
-        return self._leaves[id(item)][1]
-
-    def links(self, arguments: tuple[Any, ...]) -> tuple[InputLink, ...]:
-        """Which of a graph's arguments they became."""
-        sources = {id(leaf): source for source, leaf in self._leaves.values()}
-        return tuple(InputLink(i, sources[id(a)], a) for i, a in enumerate(arguments) if id(a) in sources)
+    map_tensors(note, structure)
+    yield from {id(item): item for item in found}.values()
 
 
-def _batch_size(tensors: list[torch.Tensor]) -> int:
-    """The size that most arguments have in dimension 0; the first argument's in doubt."""
-    sizes = [t.shape[0] for t in tensors if t.dim()]
-    if not sizes:
-        return 1
-    rows = max(Counter(sizes).items(), key=lambda item: (item[1], -sizes.index(item[0])))[0]
-    if rows > 1:
-        for tensor in tensors:
-            if tensor.dim() and tensor.shape[0] == rows:
-                mark_batch_dynamic(tensor)
-    return rows
-
-
-def _map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int) -> Any:
+def map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int = MAX_DEPTH) -> Any:
     """Apply to every tensor in tuples, dicts, dataclasses and whatever pytree knows, keeping classes."""
     if isinstance(structure, torch.Tensor):
         return replace(structure)
@@ -199,29 +326,9 @@ def _map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int) -> A
         return structure
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type) and not isinstance(structure, dict):
         fields = {f.name: vars(structure)[f.name] for f in dataclasses.fields(structure)}
-        changed = {name: _map_tensors(replace, value, depth - 1) for name, value in fields.items()}
+        changed = {name: map_tensors(replace, value, depth - 1) for name, value in fields.items()}
         return dataclasses.replace(structure, **changed)
     children, spec = pytree.tree_flatten(structure, is_leaf=lambda x: x is not structure)
     if len(children) == 1 and children[0] is structure:
         return structure
-    return pytree.tree_unflatten([_map_tensors(replace, child, depth - 1) for child in children], spec)
-
-
-def _not_one_graph(module: nn.Module, number: int) -> PfeifeError:
-    reasons = graph_break_reasons()
-    recurrent = sorted({type(m).__name__ for m in module.modules() if isinstance(m, nn.RNNBase)})
-    if recurrent:
-        return PfeifeError(
-            id="PF510",
-            what=f"{type(module).__name__} holds recurrent layers ({', '.join(recurrent)}), which are not captured",
-            where="; ".join(reasons[:3]) or None,
-            why="they keep a list of their weights beside their parameters, so these cannot be placed on one rank",
-            hints=("train the recurrent part without a pipeline",),
-        )
-    return PfeifeError(
-        id="PF510",
-        what=f"{type(module).__name__} cannot be captured as one graph ({number} pieces)",
-        where="; ".join(reasons[:3]) or None,
-        why="its forward does something that TorchDynamo cannot trace, such as a branch on a tensor's value",
-        hints=("rewrite the named line without reading tensor values",),
-    )
+    return pytree.tree_unflatten([map_tensors(replace, child, depth - 1) for child in children], spec)

@@ -20,9 +20,12 @@ __all__ = ["Region", "inline_regions", "region_of"]
 _MARK = "pfeife_region"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """One region; `context_fn` is what the model gave to `checkpoint` to say which operations are kept, if anything."""
+    """One region, equal to itself alone, since numbers begin anew in each captured piece.
+
+    `context_fn` is what the model gave to `checkpoint` to say which operations are kept, if anything.
+    """
 
     number: int
     context_fn: Callable[[], Any] | None = None

@@ -16,7 +16,7 @@ import torch
 
 from pfeife_accelerate.ir import DeviceSpec, LinkSpec
 
-__all__ = ["device_spec", "link_spec"]
+__all__ = ["device_spec", "link_spec", "memory_bytes"]
 
 _LINKS = {
     "gloo": LinkSpec(latency_s=1.5e-4, bytes_per_s=1.5e9),  # over the loopback device
@@ -47,7 +47,7 @@ def device_spec(device: torch.device, local_ranks: int = 1) -> DeviceSpec:
         )
     return DeviceSpec(
         name=torch.cuda.get_device_name(device) if is_cuda else "cpu",
-        memory_bytes=_memory_bytes(device) // (1 if is_cuda else max(local_ranks, 1)),
+        memory_bytes=memory_bytes(device) // (1 if is_cuda else max(local_ranks, 1)),
         flops_per_s=rates,
         bytes_per_s=2 * elements * 4 / copy_s,
         launch_s=launch_s,
@@ -81,7 +81,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _memory_bytes(device: torch.device) -> int:
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's memory; of the host, those that are available now."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:  # counts what the kernel would give back from its caches, which SC_AVPHYS_PAGES does not

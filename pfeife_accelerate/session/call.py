@@ -16,7 +16,7 @@ import torch
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Record
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
-from pfeife_accelerate.capture.model_capture import InputLink
+from pfeife_accelerate.capture.inputs import InputLink
 from pfeife_accelerate.capture.split import StagedGraph, value_info
 from pfeife_accelerate.compat import expression_of
 from pfeife_accelerate.errors import PfeifeError
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 
 class Progress(IntEnum):
-    """How far a call has come on this rank. NEW: the model has no plan, and not all ranks are known to have made it."""
+    """How far a call has come on this rank."""
 
-    NEW = -1
     PENDING = 0
     FORWARDED = 1
     DONE = 2
@@ -226,6 +225,16 @@ def _second_backward() -> PfeifeError:
             "add the losses and call backward once",
             "call the model again",
         ),
+    )
+
+
+def lonely_training_call() -> PfeifeError:
+    """The error for a call in training that other ranks' scripts have passed by."""
+    return PfeifeError(
+        id="PF431",
+        what="the model was called on one process of the pipeline only, with gradients enabled",
+        why="the other processes of the pipeline have gone on to a barrier without making this call",
+        hints=("call it under torch.no_grad() if it is an evaluation", "call it on all processes"),
     )
 
 

@@ -15,7 +15,8 @@ def tell(call: Call, *, training: bool) -> None:
         warn_once(
             _LOG,
             f"whole batch {graph.refusal}",
-            f"the batch is not divided into micro-batches: {graph.refusal}. Stages run one after the other.",
+            f"the batch is not divided into micro-batches: {graph.refusal}. Stages run one after the other. If another "
+            "dimension is the batch, say so by the option batch_dims.",
         )
     if training and graph.has_batch_statistics:
         warn_once(

@@ -116,8 +116,11 @@ class Conductor:
             self.open_calls.add(call)
             self._training.add(call.number)
         if not self.leads:
-            made: dict[str, Any] = {"made": call.number, "rank": self.control.rank, "training": training}
-            self.control.post([self._leader], _TO_LEADER, made)
+            self._tell_made(call.number, training=training)
+
+    def _tell_made(self, number: int, *, training: bool) -> None:
+        made: dict[str, Any] = {"made": number, "rank": self.control.rank, "training": training}
+        self.control.post([self._leader], _TO_LEADER, made)
 
     def next_number(self) -> int:
         """Number of the next call: the same on all ranks of the pipeline."""
@@ -134,31 +137,55 @@ class Conductor:
 
     # -------------------------------------------------------------------------------------------- the leading rank
 
-    def gather(self, call: Call, serve_demand: Callable[[Call], None]) -> None:
+    def gather(self, number: int, serve_demand: Callable[[Call], None]) -> None:
         """Wait until the scripts of all ranks have made a call; meanwhile do what they wait for."""
-        self._starting.add(call.number)
-        while missing := self._not_in(call):
+        self._starting.add(number)
+        while missing := self._not_in(number):
             self._note(self._receive(_TO_LEADER, min(missing)))
             self._serve_demands(serve_demand, urgent=True)
-        self._starting.discard(call.number)
+        self._starting.discard(number)
+
+    def meet(
+        self,
+        *,
+        training: bool,
+        run: Callable[[Call, Announcement], None],
+        serve_demand: Callable[[Call], None],
+    ) -> bool:
+        """Before a model's first call is captured: whether all ranks' scripts make it, or only this one's."""
+        number = self.next_number()
+        if self.leads:
+            if training:
+                self._training.add(number)
+            self.gather(number, serve_demand)
+            self._not_made.pop(number)
+            self.announce(Announcement(run=Run.PLAN, call=number))
+            return True
+        self._tell_made(number, training=training)
+        while True:
+            announcement = self._next_announcement()
+            if announcement.call == number:
+                self._next_number -= announcement.run is Run.ALONE
+                return announcement.run is Run.PLAN
+            run(self._target(announcement), announcement)
 
     def _missing(self, number: int) -> set[int]:
         """Ranks whose script has not made the call yet."""
         return self._not_made.setdefault(number, set(self._followers))
 
-    def _not_in(self, call: Call) -> set[int]:
+    def _not_in(self, number: int) -> set[int]:
         """Ranks that have not made the call yet. One that evaluates where this rank trains (a validation on the main
         process, between two steps) does that alone, and makes the call afterwards.
         """
-        missing = self._missing(call.number)
-        if call.number in self._training and (alone := self._evaluating.pop(call.number, None)):
+        missing = self._missing(number)
+        if number in self._training and (alone := self._evaluating.pop(number, None)):
             missing |= alone
-            topic, shown = f"batch {call.number}", []
+            topic, shown = f"batch {number}", []
             while (body := self.control.poll(topic)) is not None:
                 shown.append(body)
             for body in [body for body in shown if body["rank"] not in alone]:
                 self.control.post([self.control.rank], topic, body)
-            self.control.post(alone, _SCHEDULE, Announcement(run=Run.ALONE, call=call.number).to_json())
+            self.control.post(alone, _SCHEDULE, Announcement(run=Run.ALONE, call=number).to_json())
         return missing
 
     def _serve_demands(self, serve_demand: Callable[[Call], None], *, urgent: bool) -> bool:
@@ -218,18 +245,24 @@ class Conductor:
     def follow(self, call: Call, progress: Progress, run: Callable[[Call, Announcement], None]) -> None:
         """Run announced schedules until `call` has come as far as `progress`."""
         while call.progress < progress:
-            if not self._waiting:
-                self._waiting.append(Announcement.from_json(self._receive(_SCHEDULE, self._leader)))
-            announcement = self._waiting.popleft()
-            target = call if announcement.call == call.number else self.calls.get(announcement.call)
-            if target is None:
-                raise PfeifeError(
-                    id="PF430",
-                    what=f"rank {self.rank} has no call number {announcement.call} of the model",
-                    why="the script called the model on some ranks of the pipeline and not on others",
-                    hints=("call the model on all processes; only reading and saving may be done on one",),
-                )
-            run(target, announcement)
+            announcement = self._next_announcement()
+            run(call if announcement.call == call.number else self._target(announcement), announcement)
+
+    def _next_announcement(self) -> Announcement:
+        if not self._waiting:
+            self._waiting.append(Announcement.from_json(self._receive(_SCHEDULE, self._leader)))
+        return self._waiting.popleft()
+
+    def _target(self, announcement: Announcement) -> Call:
+        target = self.calls.get(announcement.call)
+        if target is None:
+            raise PfeifeError(
+                id="PF430",
+                what=f"rank {self.rank} has no call number {announcement.call} of the model",
+                why="the script called the model on some ranks of the pipeline and not on others",
+                hints=("call the model on all processes; only reading and saving may be done on one",),
+            )
+        return target
 
     def demand(self, call: Call) -> None:
         """Tell the leading rank that this call's values are wanted before its backward; returns when it knows.

@@ -58,6 +58,7 @@ class Session:
         self.batch_check = BatchCheck(control, first + mesh.pipeline_size - 1, mesh.pipeline_size)
         self.models: list[PipelinedModel] = []
         self._parameter_ids: set[int] = set()
+        self.num_whole_copies = 0
         self._meetings: Counter[str] = Counter()
         self.num_meetings = 0
         self.synchronises: Callable[[], bool] = lambda: True

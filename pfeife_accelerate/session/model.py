@@ -27,7 +27,7 @@ from pfeife_accelerate.runtime.microbatch import divide
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.buffers import as_the_first_time
-from pfeife_accelerate.session.call import Call, Progress
+from pfeife_accelerate.session.call import Call, Progress, lonely_training_call
 from pfeife_accelerate.session.conductor import Announcement
 from pfeife_accelerate.session.descent import backward, promise
 from pfeife_accelerate.session.elsewhere import ValuesElsewhere
@@ -44,6 +44,7 @@ from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.randomness import return_seed, take_seed
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
 from pfeife_accelerate.session.trial import affordable
+from pfeife_accelerate.session.unpipelined import CaptureGate
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
@@ -59,7 +60,8 @@ class PipelinedModel:
         self.module = module
         self.device = device
         self.autocast = autocast
-        self.capture = ModelCapture(module, device)
+        self.capture = ModelCapture(module, device, session.plugin.batch_dims)
+        self.gate = CaptureGate(self)
         self.conductor = session.conductor
         self.loss_chooser = LossChooser()
         self.foresight = Foresight()
@@ -78,17 +80,15 @@ class PipelinedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `model(...)` does: deferred outputs if gradients are wanted, values otherwise."""
         self.session.service()
-        captured = self.capture.call(args, kwargs, self.autocast)
-        training = bool(captured.links) or (
-            torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
-        )
+        wants_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
+        if self.plan is None and not self.gate.is_open and not self._all_make_it(wants_gradients):
+            return self._run_alone(0, args, kwargs)
+        captured = self.gate.capture(args, kwargs, training=wants_gradients)
+        if captured is None:
+            return self.gate.run(args, kwargs)
+        training = wants_gradients or bool(captured.links)
         call = self._new_call(captured, training=training)
         if self.plan is None:
-            self._meet(call)
-            if call.alone:
-                if training:
-                    raise _lonely_training_call()
-                return self._run_alone(call, args, kwargs)
             self._plan(call)
         if self.session.mesh.world_rank == 0:
             caveats.tell(call, training=training)
@@ -96,7 +96,7 @@ class PipelinedModel:
             return captured.outputs_with(deferred_outputs(call), half_to_float=self.autocast)
         self._evaluate(call)
         if call.alone:
-            return self._run_alone(call, args, kwargs)
+            return self._run_alone(call.seed, args, kwargs)
         values = output_values(call)
         return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
 
@@ -104,22 +104,20 @@ class PipelinedModel:
         refuse_loss_of_inputs(captured)
         number, links = self.conductor.next_number(), captured.links
         call = Call(number, self, captured.graph, captured.arguments, captured.bindings, self.autocast, links)
-        if self.plan is None:
-            call.progress = Progress.NEW
         if call.graph.random_number:
             call.seed = take_seed()
         self.session.batch_check.show(call)
         self.conductor.register(call, training=training)
         return call
 
-    def _meet(self, call: Call) -> None:
-        """Before planning, which takes all ranks: find out whether all of them have made the call."""
-        if self.conductor.leads:
-            self.conductor.gather(call, self.session.serve_demand)
-            self.conductor.announce(Announcement(run=Run.PLAN, call=call.number))
-            call.progress = Progress.PENDING
-        else:
-            self.conductor.follow(call, Progress.PENDING, self.session.run)
+    def _all_make_it(self, training: bool) -> bool:
+        """Whether all ranks' scripts make this first call, which they capture and plan together."""
+        session = self.session
+        if self.conductor.meet(training=training, run=session.run, serve_demand=session.serve_demand):
+            return True
+        if training:
+            raise lonely_training_call()
+        return False
 
     def _plan(self, call: Call) -> None:
         mesh = self.session.mesh
@@ -155,12 +153,12 @@ class PipelinedModel:
         else:
             self.conductor.follow(call, Progress.DONE, self.session.run)
 
-    def _run_alone(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_alone(self, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An evaluation that only this rank's script asks for: the whole model, fetched from the others."""
         from pfeife_accelerate.session.whole import whole_module  # that module is about models, this is one
 
         precision = torch.autocast(*self.autocast) if self.autocast else nullcontext()
-        with whole_module(self) as module, precision, own_generators(call.seed, self.device):
+        with whole_module(self) as module, precision, own_generators(seed, self.device):
             return module(*args, **kwargs)
 
     # -------------------------------------------------------------------------------------------- reading
@@ -188,7 +186,7 @@ class PipelinedModel:
         self.conductor.demand(call)
         self.conductor.follow(call, Progress.FORWARDED, self.session.run)
         if call.alone:
-            raise _lonely_training_call()
+            raise lonely_training_call()
         prediction = self.foresight.predict(call) if call.guess is not None else None
         if prediction is not None and prediction.guess == call.guess and call.scalars is not None:
             promise(prediction.expression, call.scalars)
@@ -267,7 +265,7 @@ class PipelinedModel:
     ) -> None:
         """On the conductor: decide on a schedule, as soon as every rank's script has made the call."""
         if not call.has_run:
-            self.conductor.gather(call, self.session.serve_demand)
+            self.conductor.gather(call.number, self.session.serve_demand)
             self.session.batch_check.verify(call)
         wanted: tuple[str, ...] = ()
         match run:
@@ -298,9 +296,6 @@ class PipelinedModel:
             if call.graph.random_number:
                 return_seed()
             self.conductor.give_back(call)
-            return
-        if announcement.run is Run.PLAN:
-            call.progress = Progress.PENDING
             return
         self._run(call, announcement)
 
@@ -383,12 +378,3 @@ class PipelinedModel:
 def _call_of(leaf: Leaf) -> Call:
     assert isinstance(leaf.call, Call)
     return leaf.call
-
-
-def _lonely_training_call() -> PfeifeError:
-    return PfeifeError(
-        id="PF431",
-        what="the model was called on one process of the pipeline only, with gradients enabled",
-        why="the other processes of the pipeline have gone on to a barrier without making this call",
-        hints=("call it under torch.no_grad() if it is an evaluation", "call it on all processes"),
-    )

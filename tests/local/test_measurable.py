@@ -23,14 +23,15 @@ def capture(model, batch, rows, micro_rows, autocast=None):
     """(graph, measurable operations) of a model called with a dictionary of tensors."""
     torch.compiler.reset()  # another model of this class makes sizes symbolic that are not for this one alone
     state = FakeState(model, CPU)
-    recorder = CallRecorder(state.name_of, state.mode)
-    recorder.batch_size = rows
+    recorder = CallRecorder(state.mode)
     call = torch.compile(type(model).forward.__get__(model), backend=recorder)
     for tensor in batch.values():
         mark_batch_dynamic(tensor)
     with dynamo_limits(32), state.in_place(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(autocast)):
         call(**batch)
-    graph, args = recorder.calls[0].graph, recorder.calls[0].args
+    made = recorder.calls[0]
+    batch_dims = {id(tensor): 0 for tensor in batch.values() if tensor.shape[0] == rows}
+    graph, args = made.piece.whole(made.args, state.name_of, batch_dims), made.args
     bindings = bind_symbols(graph, args)
     bindings |= {symbol: micro_rows for symbol in graph.batch_symbols}
     return graph, measurable_ops(graph, bindings, CPU, autocast)

@@ -50,14 +50,15 @@ def profiled(model, batch) -> Case:
     rows = next(iter(batch.values())).shape[0]
     torch.compiler.reset()  # another model of this class makes sizes symbolic that are not for this one alone
     state = FakeState(model, CPU)
-    recorder = CallRecorder(state.name_of, state.mode)
-    recorder.batch_size = rows
+    recorder = CallRecorder(state.mode)
     call = torch.compile(type(model).forward.__get__(model), backend=recorder)
     for tensor in batch.values():
         mark_batch_dynamic(tensor)
     with dynamo_limits(32), state.in_place():
         call(**batch)
-    graph, args = recorder.calls[0].graph, recorder.calls[0].args
+    made = recorder.calls[0]
+    batch_dims = {id(tensor): 0 for tensor in batch.values() if tensor.shape[0] == rows}
+    graph, args = made.piece.whole(made.args, state.name_of, batch_dims), made.args
     ops = measurable_ops(graph, bind_symbols(graph, args), CPU)
     return Case(model=model, batch=batch, graph=graph, ops=ops, costs=measure(ops, CPU))
 

@@ -21,6 +21,8 @@ FULL = PfeifePlugin(
     prefetch_forwards=0,
     split_points=("model.layers.4", "model.layers.8"),
     plan_file="plans/a plan.json",
+    on_capture_failure="error",
+    batch_dims=(("src", 1), ("conditions.mask", None), ("0", 0)),
     verbose=2,
 )
 
@@ -43,6 +45,14 @@ def test_auto_and_null_mean_the_default():
 def test_split_points_may_be_a_list_or_one_name():
     assert PfeifePlugin.from_mapping({"split_points": ["a.0", "a.1"]}).split_points == ("a.0", "a.1")
     assert PfeifePlugin.from_mapping({"split_points": "a.0"}).split_points == ("a.0",)
+
+
+def test_batch_dims_may_be_a_mapping_and_none_says_no_batch():
+    wanted = (("src", 1), ("mask", None), ("0", 0))
+    assert PfeifePlugin(batch_dims={"src": 1, "mask": None, "0": 0}).batch_dims == wanted
+    assert PfeifePlugin.from_mapping({"batch_dims": {"src": 1, "mask": "none", 0: 0}}).batch_dims == wanted
+    environment = {"PFEIFE_BATCH_DIMS": "src=1, mask=none,0=0"}
+    assert PfeifePlugin.from_environment(environment).batch_dims == wanted
 
 
 def test_unknown_key_is_refused_with_the_likely_one():
@@ -69,6 +79,9 @@ def test_unknown_variable_is_refused_with_the_likely_one():
         ("split_points", [1], "split_points must be a list of module names"),
         ("split_points", ["a,b"], "split_points must be a list of module names"),
         ("plan_file", 3, "plan_file must be a path"),
+        ("on_capture_failure", "fallbck", r"on_capture_failure must be one of (.|\n)*did you mean 'fallback'"),
+        ("batch_dims", {"x": -1}, "batch_dims must be a mapping of argument names to dimensions"),
+        ("batch_dims", ["x"], "batch_dims must be a mapping of argument names to dimensions"),
         ("verbose", 3, "verbose must be a whole number from 0 to 2"),
         ("verbose", True, "verbose must be a whole number from 0 to 2"),
     ],
@@ -83,6 +96,7 @@ def test_wrong_values_are_refused_in_yaml(key, value, text):
     [
         ("PFEIFE_PIPELINE_SIZE", "two", r"PFEIFE_PIPELINE_SIZE must be a whole number >= 1 or \"auto\", got 'two'"),
         ("PFEIFE_PIPELINE_SIZE", "0", "pipeline_size must be a whole number"),
+        ("PFEIFE_BATCH_DIMS", "x=first", "batch_dims must be a mapping"),
         ("PFEIFE_ENABLED", "maybe", "PFEIFE_ENABLED must be true or false, got 'maybe'"),
     ],
 )

@@ -1,0 +1,81 @@
+"""Operations that combine rows of the batch and keep the batch's dimension in their result.
+
+An operation that sums over the batch shows by the missing dimension. These do not: attention between the rows, a
+running sum over them, a product of all rows with all rows. Micro-batches would silently give something else. Models:
+operations by name and by the dimension they work along. Ignores: indexing by tensors, and BatchNorm, which is exempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife_accelerate.capture.nodes import target_name, tensors_in
+
+BatchDim = Callable[[torch.Tensor], int | None]
+
+_DIM_ARGUMENT = {
+    "softmax": 1,
+    "log_softmax": 1,
+    "cumsum": 1,
+    "cumprod": 1,
+    "cummax": 1,
+    "cummin": 1,
+    "logcumsumexp": 1,
+    "flip": 1,
+    "sort": 1,
+    "argsort": 1,
+    "topk": 2,
+    "roll": 2,
+    "normalize": 2,
+}
+"""Where operations that work along a dimension are given it."""
+_ALONG_PLACES = ("conv", "max_pool", "avg_pool", "adaptive_", "interpolate")
+
+
+def mixes_rows(node: fx.Node, batch_dim: BatchDim, num_batch_dims: Callable[[torch.Tensor], int]) -> bool:
+    """Whether the operation's result in some row depends on other rows, though it has a dimension for the rows."""
+    if any(num_batch_dims(value) > 1 for value in tensors_in(node.meta.get("example_value"))):
+        return True  # every row with every row
+    name = target_name(node)
+    if name in ("cat", "concat", "concatenate"):
+        return _joins_batches(node, batch_dim)
+    operands = [arg.meta.get("example_value") for arg in node.args if isinstance(arg, fx.Node)]
+    tensors = [value for value in operands if isinstance(value, torch.Tensor)]
+    if not tensors or (along := batch_dim(tensors[0])) is None:
+        return False
+    first = tensors[0]
+    if name == "scaled_dot_product_attention":
+        return along >= first.dim() - 2
+    if name == "multi_head_attention_forward":  # takes (length, batch, width)
+        return first.dim() != 3 or along != 1
+    if name == "layer_norm":
+        shape = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else ())
+        return along >= first.dim() - len(tuple(shape))  # type: ignore[arg-type]
+    if name.startswith(_ALONG_PLACES):
+        return along != 0
+    if name in _DIM_ARGUMENT:
+        return along in _dims(node, _DIM_ARGUMENT[name], first.dim())
+    return False
+
+
+def _joins_batches(node: fx.Node, batch_dim: BatchDim) -> bool:
+    tensors = node.args[0] if node.args else node.kwargs.get("tensors", ())
+    if not isinstance(tensors, tuple | list):
+        return False
+    values = [t.meta.get("example_value") for t in tensors if isinstance(t, fx.Node)]
+    return any(
+        isinstance(value, torch.Tensor) and batch_dim(value) in _dims(node, 1, value.dim(), default=0)
+        for value in values
+    )
+
+
+def _dims(node: fx.Node, position: int, number: int, default: int = -1) -> list[int]:
+    """The dimensions that the operation is given, counted from the front."""
+    named: Any = node.kwargs.get("dim", node.kwargs.get("dims"))
+    given = named if named is not None else (node.args[position] if len(node.args) > position else default)
+    dims = given if isinstance(given, tuple | list) else (given,)
+    return [dim % number for dim in dims if isinstance(dim, int) and number]
