@@ -112,6 +112,8 @@ class ValuesElsewhere:
         """A copy of the gradient on the device, from its owner."""
         session = self.model.session
         key = f"{session.models.index(self.model)}/{name}/{edits}"
+        with session.control.busy():
+            self.model.own_gradients.keep_copies()
         with torch.inference_mode(False), torch.no_grad():
             value = session.control.fetch(self.rank_of(name), "gradient", key, clock=session.control.clock)
             return value.to(self.device, self._parameters[name].dtype)

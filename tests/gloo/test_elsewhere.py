@@ -321,16 +321,14 @@ if main:
 p.grad.data.mul_(2)
 refusal(lambda: p.grad.isnan().any().item())
 if not main:
-    p.grad = None
-    q = next(p for p in model.parameters() if not p.is_meta)
-    q.grad.mul_(1.0)  # more often than the main process
-if not main:
     optimizer.step()
     open(flag, "w").close()
 while not os.path.exists(flag):
     time.sleep(0.01)
 if main:
-    refusal(lambda: [q.grad.norm() for q in model.parameters() if q is not p])
+    others = [q.grad for q in model.parameters() if q.is_meta and q is not p]
+    [grad.mul_(2.0) for grad in others]  # which the others do not do
+    refusal(lambda: others[0].norm())
     refusal(lambda: p.norm())
     refusal(lambda: model.state_dict())
     optimizer.step()
