@@ -151,13 +151,14 @@ _LOGGING = ("debug", "info", "warn", "error", "exception", "critical", "fatal", 
 @contextmanager
 def dynamo_limits(recompilations: int) -> Iterator[None]:
     """Dynamo may capture a function that often (a new length or mode is one more capture each), without giving up on
-    bookkeeping: messages of loggers, and `requires_grad = True` on a value made in forward.
+    bookkeeping: messages of loggers, and `requires_grad = True` or `requires_grad_()` on a value made in forward.
 
     One more raises (see `is_capture_limit`); without that, Dynamo would run the function on the fakes, uncaptured.
 
-    torch 2.1 - 2.14 for the options. torch 2.14: `SetAttrBuiltinVariable._call_setattr`; other versions break the
-    graph. T5 and wav2vec set the flag so that reentrant checkpointing finds an input that requires gradients; nobody
-    reads these gradients.
+    torch 2.1 - 2.14 for the options and `TensorVariable.call_method`; torch 2.14 for
+    `SetAttrBuiltinVariable._call_setattr`, without which the graph breaks. transformers sets the flag so that reentrant
+    checkpointing finds an input that requires gradients (T5, wav2vec, any model with frozen embeddings); nobody reads
+    these gradients.
     """
     methods = vars(logging.Logger).items()
     messages = {method for name, method in methods if callable(method) and name.startswith(_LOGGING)}
@@ -174,23 +175,31 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
 
 @contextmanager
 def _requires_grad_passed_over() -> Iterator[None]:
-    setting = vars(torch._dynamo.variables.builtin).get("SetAttrBuiltinVariable")
-    if setting is None:
-        yield
-        return
-    original = setting._call_setattr
+    builtin, tensor = torch._dynamo.variables.builtin, torch._dynamo.variables.TensorVariable
+    setting = vars(builtin).get("SetAttrBuiltinVariable")
+    call_method, set_attribute = tensor.call_method, setting and setting._call_setattr
 
-    def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+    def pass_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        is_on = name == "requires_grad_" and all(
+            given.is_python_constant() and given.as_python_constant() for given in (*args, *kwargs.values())
+        )
+        return self if self.source is None and is_on else call_method(self, tx, name, args, kwargs)
+
+    def pass_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
         is_made_here = obj.is_tensor() and obj.source is None
         if is_made_here and name.is_python_constant() and name.as_python_constant() == "requires_grad":
             return value
-        return original(self, tx, obj, name, value)
+        return set_attribute(self, tx, obj, name, value)
 
-    setting._call_setattr = set_attribute
+    tensor.call_method = pass_method
+    if setting is not None:
+        setting._call_setattr = pass_attribute
     try:
         yield
     finally:
-        setting._call_setattr = original
+        tensor.call_method = call_method
+        if setting is not None:
+            setting._call_setattr = set_attribute
 
 
 def fake_input(mode: FakeTensorMode, tensor: torch.Tensor, open_dims: Collection[int], name: str) -> torch.Tensor:

@@ -369,20 +369,23 @@ def test_a_logger_in_forward_does_not_break_the_graph():
 
 
 def test_a_value_made_in_forward_may_be_said_to_require_gradients():
-    """T5 and wav2vec do so for reentrant checkpointing, where some input must require them."""
+    """transformers does so for reentrant checkpointing, where some input must require them: frozen embeddings, T5."""
 
     class Saying(nn.Module):
         def __init__(self, on: bool) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.a, self.on = nn.Linear(6, 6), on
+            self.a, self.b, self.on = nn.Linear(6, 6), nn.Linear(6, 6), on
+            self.a.requires_grad_(False)
+            if on:
+                self.a.register_forward_hook(lambda module, given, result: result.requires_grad_(True))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = x * 2
             if self.on:
                 y.requires_grad = True
-                return _reentrant(self.a, y)
-            return self.a(y)
+                return _reentrant(self.b, self.a(y))
+            return self.b(self.a(y))
 
     plain, repeated = _both(Saying, torch.randn(4, 6))
     loss, wanted, _ = _gradients(*plain)
