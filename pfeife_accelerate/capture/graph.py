@@ -127,6 +127,20 @@ class CapturedGraph:
         """Whether some tensor in the node's value has a dimension that depends on the batch size."""
         return any(self.batch_dim(t) is not None for t in tensors_in(node.meta.get("example_value")))
 
+    def keeps_items(self, node: fx.Node) -> bool:
+        """Whether all that depends on the batch size is a multiple of it: half a batch is not a half of each part."""
+        for tensor in tensors_in(node.meta.get("example_value")):
+            for size in tensor.shape:
+                expression = expression_of(size)
+                if not expression.free_symbols or not expression.free_symbols <= self.batch_symbols:
+                    continue
+                one, two = (
+                    expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(n))) for n in (1, 2)
+                )
+                if one == 0 or two != 2 * one:
+                    return False
+        return True
+
     def states_of(self, node: fx.Node) -> tuple[str, ...]:
         """Names of the parameters and buffers that the operation reads directly."""
         found = (self.placeholder_of.get(n) for n in inputs_of(node))
@@ -161,7 +175,7 @@ class CapturedGraph:
             if not any(True for _ in tensors_in(node.meta.get("example_value"))):
                 continue
             depends.add(node)
-            if node not in tail and not self.carries_batch(node):
+            if node not in tail and not (self.carries_batch(node) and self.keeps_items(node)):
                 tail.add(node)
                 first = first or node
         return frozenset(tail), first
