@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -31,7 +32,7 @@ from pfeife_accelerate.capture.nodes import (
 )
 from pfeife_accelerate.capture.random_operation import draws_random
 from pfeife_accelerate.capture.sizes import bind, concrete, symbols_of
-from pfeife_accelerate.compat import SET_GRAD_ENABLED, storage_id
+from pfeife_accelerate.compat import SET_GRAD_ENABLED, expression_of, storage_id
 
 METADATA_ONLY = frozenset(
     {"size", "dim", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "stride", "numel", "__len__"}
@@ -142,6 +143,20 @@ class CapturedGraph:
         """Whether some tensor in the node's value has a dimension that depends on the batch size."""
         return any(self.batch_dim(t) is not None for t in tensors_in(node.meta.get("example_value")))
 
+    def keeps_items(self, node: fx.Node) -> bool:
+        """Whether all that depends on the batch size is a multiple of it: half a batch is not a half of each part."""
+        for tensor in tensors_in(node.meta.get("example_value")):
+            for size in tensor.shape:
+                expression = expression_of(size)
+                if not expression.free_symbols or not expression.free_symbols <= self.batch_symbols:
+                    continue
+                one, two = (
+                    expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(n))) for n in (1, 2)
+                )
+                if one == 0 or two != 2 * one:
+                    return False
+        return True
+
     def states_of(self, node: fx.Node) -> tuple[str, ...]:
         """Names of the parameters and buffers that the operation reads directly."""
         found = (self.placeholder_of.get(n) for n in inputs_of(node))
@@ -182,7 +197,9 @@ class CapturedGraph:
         return frozenset(tail), first
 
     def _mixes(self, node: fx.Node) -> bool:
-        return not self.carries_batch(node) or mixes_rows(node, self.batch_dim, self._num_batch_dims)
+        if not self.carries_batch(node) or not self.keeps_items(node):
+            return True
+        return mixes_rows(node, self.batch_dim, self._num_batch_dims)
 
     def _num_batch_dims(self, example: torch.Tensor) -> int:
         return sum(bool(symbols_of(size) & self.batch_symbols) for size in example.shape)

@@ -100,3 +100,54 @@ def test_losses_over_rows_taken_together_are_those_of_one_process(microbatches):
     assert result.stdout.count("done") == 2 * 7
     refusals = [line for line in result.stderr.splitlines() if "does not separate" in line]
     assert len(refusals) == 1 and "Rounded, a torch.autograd.Function" in refusals[0]
+
+
+INSIDE = """
+import copy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+
+
+class WithLoss(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+        self.kind = kind
+
+    def forward(self, x):
+        y = self.body(x)
+        half = len(y) // 2
+        if self.kind == "halves":
+            chosen, rejected = y.mean(-1).chunk(2)
+            return -F.logsigmoid(chosen - rejected).mean(), y
+        if self.kind == "slices":
+            return F.mse_loss(y[:half], y[half:]), y
+        return F.cross_entropy(y[:, 0].view(-1, 2), torch.zeros(half, dtype=torch.long)), y
+
+
+for kind in ("halves", "slices", "choices"):
+    torch.manual_seed(0)
+    model = WithLoss(kind).double()
+    plain = copy.deepcopy(model)
+    model = accelerator.prepare(model)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (wanted, _), (loss, output) = plain(x), model(x)
+    wanted.backward()
+    accelerator.backward(loss)
+    assert abs(loss.item() - wanted.item()) < 1e-12 and len(output.tolist()) == 8
+    for p, q in zip(model.parameters(), plain.parameters()):
+        if p.device.type != "meta":
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    print("done", kind, flush=True)
+"""
+
+
+def test_a_loss_inside_the_model_may_take_rows_together_too():
+    env = {"PFEIFE_ENABLED": "true", "PFEIFE_NUM_MICROBATCHES": "4"}
+    result = run_ranks(INSIDE, num_processes=2, env=env, timeout=120).check()
+    assert result.stdout.count("done") == 2 * 3
+    assert "does not separate" not in result.stderr
