@@ -43,7 +43,7 @@ def main() -> int:
                 print(f"    {problem}")
     print(summary(rows))
     if options.out:
-        Path(options.out).write_text(markdown(rows, _command()), encoding="utf-8")
+        Path(options.out).write_text(markdown(rows, _command(options)), encoding="utf-8")
     return int(any(row.kind in ("fails", "differs") for row in rows))
 
 
@@ -66,8 +66,12 @@ def compared(case: Case, plain: dict[str, object], ranks: list[dict[str, object]
     return compare(plain, ranks, allowed)
 
 
-def _command() -> str:
-    return " ".join(["python", "zoo/benchmarks/fidelity.py", *sys.argv[1:]])
+def _command(options: argparse.Namespace) -> str:
+    """The command that makes the same table anew."""
+    words = ["python", "zoo/benchmarks/fidelity.py"]
+    words += [f"--{name}" for name in ("quick", "pending") if getattr(options, name)]
+    words += [f"--ranks {options.ranks}", f"--only '{options.only}'" if options.only else "", f"--out {options.out}"]
+    return " ".join(word for word in words if word)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks, with commas between")
     parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression of case names")
     parser.add_argument("--pending", action="store_true", help="also run cases that are not expected to hold yet")
-    parser.add_argument("--case-limit", type=float, default=120.0, metavar="S", help="seconds a case may take")
-    parser.add_argument("--folder", help="keep records and logs here")
+    parser.add_argument("--case-limit", type=float, default=300.0, metavar="S", help="seconds a case may take")
+    parser.add_argument("--folder", help="keep records here, and use those that are here")
     parser.add_argument("--out", help="write the table here, as Markdown")
     return parser
 

@@ -144,7 +144,8 @@ class AutocastInside(nn.Module):
         with torch.autocast("cpu", dtype=torch.bfloat16) if self.around else nullcontext():
             for i, layer in enumerate(self.layers):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=i % 3 != 1):
-                    x = torch.tanh(layer(x.float() if i % 3 == 1 else x))
+                    x = layer(x.float() if i % 3 == 1 else x)
+                x = torch.tanh(x)
         return x.float()
 
 

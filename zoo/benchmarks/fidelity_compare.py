@@ -108,6 +108,8 @@ def _error(value: Any, expected: Any) -> float:
             return math.inf
         if not expected.is_floating_point():
             return 0.0 if torch.equal(value, expected) else math.inf
+        if torch.equal(value, expected):  # infinities too
+            return 0.0
         difference, size = float((value - expected).norm()), float(expected.norm())
         return 0.0 if difference == 0 else difference / size if size else math.inf
     if isinstance(expected, list | tuple):

@@ -1,7 +1,8 @@
 """Start processes that run cases: one plain process, or the ranks of a pipeline, with time limits.
 
 Models: many cases in one launch, since starting costs more than a case; a case that fails or hangs ends its launch, is
-noted with the reason, and the rest is launched anew. Ignores: what the cases record.
+noted with the reason, and the rest is launched anew; results that the folder has are not made again. Ignores: what the
+cases record.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Launches:
 
     folder: Path
     chosen: Sequence[Case]
-    case_limit_s: float = 120.0
+    case_limit_s: float = 300.0
     failures: dict[tuple[str, int], str] = field(default_factory=dict)
     """Why a case has no result, by its name and number of processes."""
     logs: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class Launches:
             names = [c.name for c in chosen if c.name in wanted]
         else:
             names = [c.name for c in chosen if size in c.ranks]
+        names = [name for name in names if self._read(name, size) is None]
         start_s, logs = time.monotonic(), []
         while names:
             log = self._launch(size, precision, names)

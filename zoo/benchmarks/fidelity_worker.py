@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def main() -> None:
     for name in names:
         case = CASES[name]
         faulthandler.dump_traceback_later(limit_s, exit=True)
+        start_s, start_cpu_s = time.monotonic(), time.process_time()
         accelerator.gradient_accumulation_steps = 1
         orders.set_options(case)
         models.options = case.options
@@ -41,6 +43,9 @@ def main() -> None:
         (case.reference or case.body if size == 1 else case.body)(run)
         torch.save({**run.records, "order": orders.take()}, folder / f"{name}.{rank}.pt")
         accelerator.wait_for_everyone()
+        if rank == 0:
+            wall_s, cpu_s = time.monotonic() - start_s, time.process_time() - start_cpu_s
+            print(f"{name}: {wall_s:.1f} s, {cpu_s:.1f} s of this process", flush=True)
     faulthandler.cancel_dump_traceback_later()
 
 
