@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import fidelity_cases_gradients
+import fidelity_cases_graphs
 import fidelity_cases_losses
 import fidelity_cases_models
 import fidelity_cases_modes
 import fidelity_cases_networks
 import fidelity_cases_parameters
 import fidelity_cases_precision
+import fidelity_cases_reaching
 import fidelity_cases_reading
 import fidelity_cases_shapes
-import fidelity_cases_waiting
 from fidelity_kit import CASES
 
 TOPICS = (
@@ -24,7 +25,8 @@ TOPICS = (
     fidelity_cases_networks,
     fidelity_cases_reading,
     fidelity_cases_precision,
-    fidelity_cases_waiting,
+    fidelity_cases_graphs,
+    fidelity_cases_reaching,
 )
 
 __all__ = ["CASES", "TOPICS"]

@@ -226,3 +226,32 @@ def losses_of_torch(run: Run) -> None:
         training.backward(loss)
         training.record_gradients()
         training.update(loss)
+
+
+@case(model="encoder", loss="differences of neighbouring rows")
+def pairs_of_rows(run: Run) -> None:
+    """Rows paired by strides and by views: even with odd, chosen with rejected."""
+    training = run.prepare("encoder", rate=0.1)
+    for step in range(4):
+        outputs = training.model(training.batch()["x"])
+        if step % 2:
+            first, second = outputs[::2], outputs[1::2]
+        else:
+            first, second = outputs.view(4, 2, 16).unbind(1)
+        loss = F.softplus(-(first - second).sum(-1)).mean()
+        training.backward(loss)
+        training.record_gradients()
+        training.update(loss)
+
+
+@case(model="encoder", loss="triplets by index")
+def triplets_by_index(run: Run) -> None:
+    """Anchors, positives and negatives picked from the batch by index tensors."""
+    training = run.prepare("encoder", rate=0.1)
+    for _ in range(3):
+        outputs = training.model(training.batch()["x"])
+        anchor, positive, negative = (outputs[torch.randperm(8)[:5]] for _ in range(3))
+        loss = F.triplet_margin_loss(anchor, positive, negative, margin=0.4)
+        training.backward(loss)
+        training.record_gradients()
+        training.update(loss)

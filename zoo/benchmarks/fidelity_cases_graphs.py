@@ -1,4 +1,7 @@
-"""Cases of what the package cannot do yet: each is listed with the reason, and runs with `--pending`."""
+"""Models that are hard to capture: checkpointing, breaks in the graph, Functions of their own, rows that mix.
+
+A case of what is not there yet says so in `pending`, and runs with `--pending`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 _CHECKPOINTING = "gradient checkpointing inside the model"
 _BREAKS = "models that are not captured as one graph"
-_ELSEWHERE = "parameters and gradients of other ranks' stages read by the script"
-_INPUTS = "gradients with respect to a model's inputs"
 _FUNCTION = "an `autograd.Function` of the script's own on a model's output: PF522"
 _MIXED = "rows mixed inside the model by an operation that keeps their number are mixed within micro-batches only"
-_AGAIN = "a second backward through a call"
 
 
 class Checkpointed(nn.Module):
@@ -78,22 +78,22 @@ def checkpointed_adapters(run: Run) -> None:
         training.step(training.batch())
 
 
-@case(loss="distance of two calls", pending="dropout masks drawn from the script's generator state")
-def the_same_masks_twice(run: Run) -> None:
-    """`get_rng_state` and `set_rng_state` around two calls: both draw the same dropout masks."""
+class Reentrant(Checkpointed):
+    """Blocks under the older kind of checkpointing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states."""
+        x = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = x + checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@case(loss="mse", pending=_CHECKPOINTING)
+def checkpointed_with_reentry(run: Run) -> None:
+    """`checkpoint(..., use_reentrant=True)`."""
     torch.manual_seed(0)
-    training = run.module(nn.Sequential(Encoder(depth=2), nn.Dropout(0.5), Encoder(depth=2)))
-    for _ in range(3):
-        x = torch.randn(8, 16, dtype=run.dtype)
-        state = torch.get_rng_state()
-        first = training.model(x)
-        torch.set_rng_state(state)
-        second = training.model(x)
-        loss = (first - second).square().sum() + 0 * first.sum()
-        training.backward(loss)
-        run.record("distance", loss.item())
-        training.update()
-        torch.manual_seed(7)
+    _fit(run, Reentrant())
 
 
 class Breaking(nn.Module):
@@ -138,36 +138,25 @@ def a_recurrent_layer(run: Run) -> None:
     _fit(run, Recurrent())
 
 
-@case(model="encoder", loss="mse", ranks=(2, 3), pending=_ELSEWHERE)
-def moving_average_of_parameters(run: Run) -> None:
-    """A moving average over `model.parameters()`, copied into the model for evaluation and back."""
-    training = run.fresh("encoder", rate=0.1)
-    average = [p.clone().detach() for p in training.model.parameters()]
-    for _ in range(3):
-        training.step(training.batch())
-        with torch.no_grad():
-            for mean, parameter in zip(average, training.model.parameters(), strict=True):
-                mean.sub_(0.1 * (mean - parameter))
-    stored = [p.detach().cpu().clone() for p in training.model.parameters()]
-    for mean, parameter in zip(average, training.model.parameters(), strict=True):
-        parameter.data.copy_(mean)
-    training.evaluate()
-    for value, parameter in zip(stored, training.model.parameters(), strict=True):
-        parameter.data.copy_(value)
-    training.step(training.batch())
-    run.record("average", sum(float(mean.sum()) for mean in average))
+class Talking(nn.Module):
+    """Prints in the middle of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Encoder(depth=3), Encoder(depth=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states."""
+        x = self.first(x)
+        print("halfway through")
+        return self.second(x)
 
 
-@case(model="encoder", loss="mse", ranks=(2, 3), pending=_ELSEWHERE)
-def norm_by_hand(run: Run) -> None:
-    """A gradient norm summed over `p.grad` by the script, for its log."""
-    training = run.prepare("encoder", rate=0.1)
-    for _ in range(3):
-        _, loss = training.forward(training.batch())
-        training.backward(loss)
-        total = sum(float(p.grad.norm()) ** 2 for p in training.model.parameters() if p.grad is not None)
-        run.record("norm", total**0.5)
-        training.update(loss)
+@case(loss="mse", pending=_BREAKS)
+def printing_in_forward(run: Run) -> None:
+    """A `print` in the middle of forward."""
+    torch.manual_seed(0)
+    _fit(run, Talking())
 
 
 class Reversal(torch.autograd.Function):
@@ -184,6 +173,25 @@ class Reversal(torch.autograd.Function):
         return -0.5 * gradient
 
 
+class Reversed(nn.Module):
+    """A custom Function between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Encoder(depth=3), Encoder(depth=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states."""
+        return self.second(Reversal.apply(self.first(x)))
+
+
+@case(loss="mse", ranks=(2, 3))
+def custom_function_inside(run: Run) -> None:
+    """A custom `autograd.Function` inside the model."""
+    torch.manual_seed(0)
+    _fit(run, Reversed())
+
+
 @case(model="encoder", loss="mse through a Function of the script's own", pending=_FUNCTION)
 def custom_function_in_the_loss(run: Run) -> None:
     """A custom `autograd.Function` between the model and the loss."""
@@ -194,67 +202,6 @@ def custom_function_in_the_loss(run: Run) -> None:
         training.backward(loss)
         training.record_gradients()
         training.update(loss)
-
-
-@case(model="encoder", loss="differences of neighbouring rows")
-def pairs_of_rows(run: Run) -> None:
-    """Rows paired by strides and by views: even with odd, chosen with rejected."""
-    training = run.prepare("encoder", rate=0.1)
-    for step in range(4):
-        outputs = training.model(training.batch()["x"])
-        if step % 2:
-            first, second = outputs[::2], outputs[1::2]
-        else:
-            first, second = outputs.view(4, 2, 16).unbind(1)
-        loss = F.softplus(-(first - second).sum(-1)).mean()
-        training.backward(loss)
-        training.record_gradients()
-        training.update(loss)
-
-
-@case(loss="mse", ranks=(2, 3), pending=_INPUTS)
-def a_trainable_module_in_front(run: Run) -> None:
-    """An unprepared trainable module makes the prepared model's input."""
-    torch.manual_seed(0)
-    front = nn.Linear(16, 16).to(run.dtype)
-    training = run.module(Encoder(depth=4))
-    optimizer = torch.optim.SGD(front.parameters(), lr=0.1)
-    for _ in range(3):
-        x, y = torch.randn(2, 8, 16, dtype=run.dtype)
-        loss = F.mse_loss(training.model(front(x)), y)
-        training.backward(loss)
-        run.record("front", front.weight.grad)
-        training.update(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@case(model="encoder", loss="mse", pending=_INPUTS)
-def gradient_of_the_input(run: Run) -> None:
-    """Adversarial examples: the gradient with respect to the batch."""
-    training = run.prepare("encoder", rate=0.1)
-    for _ in range(3):
-        batch = training.batch()
-        x = batch["x"].clone().requires_grad_(True)
-        loss = F.mse_loss(training.model(x), batch["target"])
-        training.backward(loss)
-        run.record("gradient of the input", x.grad)
-        training.update(loss)
-
-
-@case(model="encoder", loss="two losses, a backward each", ranks=(2, 3), pending=_AGAIN)
-def two_backwards_through_one_call(run: Run) -> None:
-    """`backward(retain_graph=True)` of one loss, then of another, through the same call."""
-    training = run.prepare("encoder", rate=0.1)
-    for _ in range(3):
-        batch = training.batch()
-        outputs = training.model(batch["x"])
-        first, second = F.mse_loss(outputs, batch["target"]), outputs.abs().mean()
-        run.accelerator.backward(first, retain_graph=True)
-        run.accelerator.backward(second)
-        training.record_gradients()
-        run.record("losses", [first.item(), second.item()])
-        training.update()
 
 
 class Mixing(nn.Module):
