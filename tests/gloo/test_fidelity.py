@@ -8,6 +8,7 @@ and `python zoo/benchmarks/fidelity.py` writes all of them into a table.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from fidelity import judged  # noqa: E402
 from fidelity_cases import CASES  # noqa: E402
-from fidelity_launch import Launches, choose  # noqa: E402
+from fidelity_launch import Launches  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
@@ -26,11 +27,16 @@ QUICK_LIMIT_S, SLOW_LIMIT_S = 900, 14400
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Launches]:
-    chosen = choose(quick=False, ranks=(2, 3, 4), pattern="", pending=False)
+def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Launches]:
+    """Of quick and of slow cases: a launch runs those that were selected for this session."""
+    sizes: dict[str, set[int]] = {"contrastive": {2}}
+    for item in request.session.items:
+        if item.path == Path(__file__) and (call := getattr(item, "callspec", None)):
+            sizes.setdefault(call.params["name"], set()).add(call.params["size"])
+    chosen = [replace(CASES[name], ranks=tuple(sorted(wanted))) for name, wanted in sizes.items()]
     kinds = {False: "quick", True: "slow"}
     return {
-        slow: Launches(tmp_path_factory.mktemp(name), [case for case in chosen if case.slow is slow])
+        slow: Launches(tmp_path_factory.mktemp(name), [c for c in chosen if c.slow is slow and not c.pending])
         for slow, name in kinds.items()
     }
 

@@ -37,7 +37,6 @@ QUICK = (
     ("llama_tied", "float64", "looped", (8,), (4,), 4),
     ("vit", "float32", "gpipe", (4,), (2,), 20),
     ("resnet", "float32", "1f1b", (4,), (2,), 4),
-    ("unet", "float64", "gpipe", (3,), (4,), 2),
     ("bert", "float64", "looped", (3,), (2,), 4),
     ("t5", "float64", "1f1b", (4,), (3,), 4),
     ("clip", "float64", "1f1b", (4,), (2,), 3),
@@ -55,7 +54,7 @@ def _steps(model: str, steps: int) -> Body:
 
 
 def _add(model: str, dtype: str, order: str, micro: int, ranks: tuple[int, ...], steps: int, *, slow: bool) -> None:
-    name = f"{model}-{dtype}-{order}-{micro}" + ("-long" if slow else "")
+    name = f"{model}-{dtype}-{order}-{micro}" + ("-long" if steps == 20 and slow else "")
     add(
         Case(
             name=name,
@@ -78,6 +77,7 @@ def _sweep() -> None:
     for model, dtype, order, numbers, ranks, steps in QUICK:
         for micro in numbers:
             _add(model, dtype, order, micro, ranks, steps, slow=False)
+    _add("unet", "float64", "gpipe", 3, (4,), 2, slow=True)
     for model in LOSSES:
         for order in ORDERS:
             _add(model, "float64", order, 3, (2, 3, 4), 20, slow=True)

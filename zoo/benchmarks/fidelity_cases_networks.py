@@ -185,3 +185,17 @@ def classifier_free_guidance(run: Run) -> None:
         training.backward(loss)
         training.record_gradients()
         training.update(loss)
+
+
+@case(loss="mse", pending="captures of all models in a process count together: at the 65th, PF510", slow=True)
+def many_models_in_one_process(run: Run) -> None:
+    """A new model for each fold of a cross-validation, many times over."""
+    for fold in range(35):
+        torch.manual_seed(fold)
+        training = run.module(Encoder(depth=2))
+        x, y = _data(run, 2)
+        loss = F.mse_loss(training.model(x), y)
+        training.backward(loss)
+        training.update(loss)
+        with torch.no_grad():
+            run.record("evaluated", training.model(x).sum().item())

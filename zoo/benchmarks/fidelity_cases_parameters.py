@@ -25,7 +25,7 @@ def _fit(run: Run, module: nn.Module, steps: int = 3, width: int = 16) -> None:
     run.record_weights(training.model)
 
 
-@case(model="llama_tied", loss="causal LM inside", ranks=(2, 3))
+@case(model="llama_tied", loss="causal LM inside")
 def resized_embeddings(run: Run) -> None:
     """`resize_token_embeddings` before prepare, with tied embeddings."""
 
@@ -164,7 +164,7 @@ def parameters_unused_in_some_steps(run: Run) -> None:
         training.update(loss)
 
 
-@case(model="llama", loss="causal LM inside", ranks=(2, 3))
+@case(model="llama", loss="causal LM inside")
 def low_rank_adapters(run: Run) -> None:
     """LoRA through peft."""
     from peft import LoraConfig, get_peft_model

@@ -19,7 +19,7 @@ def short_last_batch(run: Run) -> None:
         training.step(training.batch(rows))
 
 
-@case(model="llama", loss="causal LM inside", **LOOPED)
+@case(model="llama", loss="causal LM inside", slow=True, **LOOPED)
 def short_last_batch_looped(run: Run) -> None:
     """Short batches in the looped order."""
     training = run.prepare("llama")
@@ -35,7 +35,7 @@ def changing_lengths(run: Run) -> None:
         training.step(training.batch(rows, length))
 
 
-@case(model="t5", loss="sequence to sequence inside")
+@case(model="t5", loss="sequence to sequence inside", slow=True)
 def changing_lengths_t5(run: Run) -> None:
     """Lengths of the inputs and of the labels differ at each step."""
     training = run.prepare("t5")

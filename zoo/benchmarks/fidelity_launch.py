@@ -28,6 +28,7 @@ _FOREIGN = ("PFEIFE_", "ACCELERATE_", "TORCHELASTIC_", "MASTER_")
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 _START_LIMIT_S = 120.0
 _GRACE_S = 15.0
+_CASES_PER_LAUNCH = 60  # captured graphs pile up in a process
 
 
 @dataclass
@@ -79,9 +80,10 @@ class Launches:
         names = [name for name in names if self._read(name, size) is None]
         start_s, logs = time.monotonic(), []
         while names:
-            log = self._launch(size, precision, names)
+            some, later = names[:_CASES_PER_LAUNCH], names[_CASES_PER_LAUNCH:]
+            log = self._launch(size, precision, some)
             logs.append(log)
-            names = self._rest(names, size, log)
+            names = [*self._rest(some, size, log), *later]
         self.logs[size, precision] = "\n".join(logs)
         self.wall_s[size, precision] = time.monotonic() - start_s
 
