@@ -5,6 +5,7 @@ Clipping by value needs no hook: each rank clips its own gradients, and placehol
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -38,14 +39,19 @@ def clip_grad_norm_(
     grads = [p.grad for p in everything if p.grad is not None and counts.get(id(p), not elsewhere)]
     total = _total_norm(grads, float(norm_type), running)
     own = [p for p in everything if p.grad is not None]
-    like = own[0].grad if own else torch.zeros((), device=running.device)
-    assert like is not None
-    norm = total.to(device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32)
+    device = own[0].device if own else running.device
+    norm = total.to(device=device, dtype=_dtype(everything))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite")
     if own:
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach)
     return norm
+
+
+def _dtype(parameters: list[torch.Tensor]) -> torch.dtype:
+    """That of the whole model's norm, on every rank: also where no gradient is."""
+    found = {p.dtype for p in parameters if p.requires_grad and p.is_floating_point()}
+    return functools.reduce(torch.promote_types, found) if found else torch.float32
 
 
 def _total_norm(grads: list[torch.Tensor], norm_type: float, running: Session) -> torch.Tensor:

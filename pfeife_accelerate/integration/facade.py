@@ -26,6 +26,7 @@ def pipelined(module: nn.Module, device: torch.device, autocast: tuple[str, torc
     """Make a module's calls run as a pipeline of the running session; returns the same object."""
     running = session.current()
     assert running is not None, "a session is running when a model is prepared"
+    _drop_cached_weights(module)
     model = PipelinedModel(running, module, device, autocast)
     before = dict(vars(module))
     module.forward = _forward(model)  # type: ignore[method-assign]
@@ -37,6 +38,20 @@ def pipelined(module: nn.Module, device: torch.device, autocast: tuple[str, torc
     module.__deepcopy__ = _deep_copy(model, before)  # type: ignore[assignment]
     WholeState(model).install()
     return module
+
+
+def _drop_cached_weights(module: nn.Module) -> None:
+    """Let go of the graphs that the older `torch.nn.utils.weight_norm` keeps.
+
+    It leaves the weight that it computed from `weight_g` and `weight_v` on the module. Every forward computes it anew,
+    but while it is there, its graph holds the parameters, whose memory could not be freed.
+    """
+    for part in module.modules():
+        own = dict(part.named_parameters(recurse=False))
+        for name in [n.removesuffix("_g") for n in own if n.endswith("_g") and f"{n.removesuffix('_g')}_v" in own]:
+            cached = vars(part).get(name)
+            if isinstance(cached, torch.Tensor):
+                vars(part)[name] = cached.detach()
 
 
 def _forward(model: PipelinedModel) -> Callable[..., Any]:

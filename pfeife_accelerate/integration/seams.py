@@ -148,6 +148,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
         signature="(cls, *args, **kwargs)",
         when=SeamGroup.TORCH,
     ),
+    # The one function behind `unscale_`, `step` and the check for fused optimizers; no public name sees what it found.
+    Seam(
+        owner="torch.amp.grad_scaler:GradScaler",
+        name="_unscale_grads_",
+        hook="pfeife_accelerate.integration.scaling:unscale_gradients",
+        signature="(self, optimizer, inv_scale, found_inf, allow_fp16)",
+        when=SeamGroup.TORCH,
+    ),
     _trainer("transformers.trainer:Trainer", "is_world_process_zero", SeamGroup.TRAINER),
     _trainer("transformers.training_args:TrainingArguments", "should_save", SeamGroup.ARGUMENTS),
     _trainer("transformers.training_args:TrainingArguments", "should_log", SeamGroup.ARGUMENTS),

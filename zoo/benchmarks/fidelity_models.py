@@ -1,5 +1,7 @@
 """Small models of the kinds that people train, built offline, each with a maker of batches and its loss.
 
+Models: the structure of the real ones. Ignores: their size.
+
 A batch is a dict of keyword arguments, but for the entry `target`, which only the loss reads. It is drawn from a
 generator of its own, so that batches are the same in every process, whatever the model draws.
 """
@@ -60,13 +62,14 @@ def inside(outputs: Any, target: Any) -> torch.Tensor:
 
 
 def llama(*, tied: bool = False) -> Kit:
+    """A decoder with rotary tables and a mask that cross all stages, optionally with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=tied,
@@ -102,6 +105,7 @@ def tokens(generator: torch.Generator, rows: int, length: int) -> Batch:
 
 
 def vit() -> Kit:
+    """A vision transformer that returns a plain tensor."""
     import timm
 
     model = timm.create_model(
@@ -111,6 +115,7 @@ def vit() -> Kit:
 
 
 def resnet() -> Kit:
+    """A convolutional network with BatchNorm."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
     return Kit(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), _images("x", 16), _smoothed)
@@ -131,6 +136,7 @@ def _smoothed(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def unet() -> Kit:
+    """A U-Net shaped as SDXL's: skips over several stages, nested inputs."""
     from diffusers import UNet2DConditionModel
 
     model = UNet2DConditionModel(
@@ -167,6 +173,7 @@ def unet() -> Kit:
 
 
 def bert() -> Kit:
+    """An encoder with a classification head."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -188,6 +195,7 @@ def bert() -> Kit:
 
 
 def t5() -> Kit:
+    """An encoder and a decoder that share their embeddings."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -217,6 +225,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Embeddings of the rows."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
@@ -226,10 +235,13 @@ class LossOnly(Encoder):
     """Returns nothing but its loss."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The loss."""
         return F.mse_loss(super().forward(x), y)
 
 
 def loss_only() -> Kit:
+    """A model that returns nothing but its loss."""
+
     def batch(generator: torch.Generator, rows: int, length: int) -> Batch:
         return {"x": torch.randn(rows, 16, generator=generator), "y": torch.randn(rows, 16, generator=generator)}
 
@@ -237,10 +249,64 @@ def loss_only() -> Kit:
 
 
 def encoder() -> Kit:
+    """A plain stack of linear layers."""
+
     def batch(generator: torch.Generator, rows: int, length: int) -> Batch:
         return {"x": torch.randn(rows, 16, generator=generator), _TARGET: torch.randn(rows, 16, generator=generator)}
 
     return Kit(Encoder(), batch, F.mse_loss)
+
+
+def clip() -> Kit:
+    """Two towers whose contrastive loss, over the whole batch, is computed inside."""
+    from transformers import CLIPConfig, CLIPModel
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**small, "vocab_size": _VOCABULARY, "max_position_embeddings": 32, "eos_token_id": _VOCABULARY - 1}
+    vision = {**small, "image_size": 16, "patch_size": 4}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+
+    def batch(generator: torch.Generator, rows: int, length: int) -> Batch:
+        made = tokens(generator, rows, length)
+        pixels = torch.randn(rows, 3, 16, 16, generator=generator)
+        return {
+            "input_ids": made["input_ids"],
+            "attention_mask": made["attention_mask"],
+            "pixel_values": pixels,
+            "return_loss": True,
+        }
+
+    return Kit(CLIPModel(config), batch, inside)
+
+
+def whisper() -> Kit:
+    """Speech to text: convolutions over spectra, an encoder and a decoder."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=_VOCABULARY,
+        num_mel_bins=8,
+        max_source_positions=12,
+        max_target_positions=32,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+
+    def batch(generator: torch.Generator, rows: int, length: int) -> Batch:
+        spectra = torch.randn(rows, 8, 24, generator=generator)
+        return {"input_features": spectra, "labels": tokens(generator, rows, length)["labels"]}
+
+    return Kit(WhisperForConditionalGeneration(config), batch, inside)
 
 
 KITS: dict[str, Callable[[], Kit]] = {
@@ -251,6 +317,8 @@ KITS: dict[str, Callable[[], Kit]] = {
     "unet": unet,
     "bert": bert,
     "t5": t5,
+    "clip": clip,
+    "whisper": whisper,
     "encoder": encoder,
     "loss_only": loss_only,
 }

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from equivalence_kit import ONE_F_ONE_B, Body, Case, Run, add, case, token_loss
+from fidelity_kit import ONE_F_ONE_B, Body, Case, Run, add, case, late, token_loss
 
-
-def _readers() -> Iterator[tuple[str, Callable[[Run], bool]]]:
-    yield "everywhere", lambda run: True
-    yield "on_main", lambda run: run.is_main
-    yield "on_last", lambda run: run.is_last
-    yield "on_others", lambda run: not run.is_main or run.size == 1
+READERS: dict[str, Callable[[Run], bool]] = {
+    "everywhere": lambda run: True,
+    "on_main": lambda run: run.is_main,
+    "on_last": lambda run: run.is_last,
+    "on_others": lambda run: not run.is_main or run.size == 1,
+}
 
 
 def _read(kind: str, run: Run, outputs: Any, loss: torch.Tensor) -> None:
@@ -32,21 +31,34 @@ def _read(kind: str, run: Run, outputs: Any, loss: torch.Tensor) -> None:
 
 
 def _add_early_readers() -> None:
-    for who, reads in _readers():
+    """All kinds of reading by all kinds of readers; a choice of them is quick."""
+    quick = {("item", "on_main"), ("item", "on_others"), ("branch", "everywhere"), ("logits", "on_main"),
+             ("scaled", "everywhere"), ("print", "on_last")}  # fmt: skip
+    for who, reads in READERS.items():
         for kind in ("item", "print", "branch", "logits", "scaled"):
             for place in ("inside", "outside"):
                 if kind in ("print", "branch") and place == "outside":
                     continue
                 name = f"{kind}_of_a_loss_{place}_read_early_{who}"
-                ranks = (2, 3) if kind == "item" else (2,)
-                body = _early_reader(reads, kind, place == "inside")
-                add(Case(name, name, body, ranks, {**ONE_F_ONE_B, "num_microbatches": 4}, torch.float64))
+                add(
+                    Case(
+                        name=name,
+                        exercises=f"{kind} read before backward {who.replace('_', ' ')}",
+                        body=_early_reader(reads, kind, place == "inside"),
+                        plain=name,
+                        model="llama",
+                        loss="causal LM inside" if place == "inside" else "cross entropy outside",
+                        ranks=(2, 3) if kind == "item" else (2,),
+                        options={**ONE_F_ONE_B, "num_microbatches": 4},
+                        slow=(kind, who) not in quick,
+                    )
+                )
 
 
 def _early_reader(reads: Callable[[Run], bool], kind: str, inside: bool) -> Body:
     def body(run: Run) -> None:
         training = run.prepare("llama")
-        for step in range(6):
+        for step in range(4):
             batch = training.batch()
             labels = batch["labels"] if inside else batch.pop("labels")
             outputs = training.model(**batch)
@@ -54,10 +66,10 @@ def _early_reader(reads: Callable[[Run], bool], kind: str, inside: bool) -> Body
             if kind != "logits":
                 outputs = None  # most scripts keep the loss alone
             if reads(run):
-                time.sleep(0.05 * (step % 2))  # readers are late, or early
+                late(0.05 * (step % 2))  # readers are late, or early
                 _read(kind, run, outputs, loss)
             elif step % 3 == 2:
-                time.sleep(0.05)
+                late(0.05)
             training.backward(loss)
             training.update(loss)
 
@@ -67,8 +79,9 @@ def _early_reader(reads: Callable[[Run], bool], kind: str, inside: bool) -> Body
 _add_early_readers()
 
 
-@case(ranks=(2, 3))
+@case(model="llama", loss="causal LM inside", ranks=(2, 3))
 def logits_read_late_on_one_rank(run: Run) -> None:
+    """Logits read after backward, by the main or by the last rank alone."""
     training = run.prepare("llama")
     for step in range(4):
         outputs, loss = training.forward(training.batch())
@@ -78,8 +91,9 @@ def logits_read_late_on_one_rank(run: Run) -> None:
         training.update(loss)
 
 
-@case(ranks=(3,))
+@case(model="llama", loss="causal LM inside", ranks=(3,))
 def running_total(run: Run) -> None:
+    """A total of detached losses over steps, read in the end."""
     training = run.prepare("llama")
     total: Any = 0
     for step in range(4):
@@ -93,11 +107,12 @@ def running_total(run: Run) -> None:
     run.record("total", float(total))
 
 
-@case(ranks=(3,))
+@case(model="llama", loss="causal LM inside", ranks=(3,))
 def previous_step_read(run: Run) -> None:
+    """The step before's loss and logits, read in the next step."""
     training = run.prepare("llama")
     before: Any = None
-    for step in range(5):
+    for step in range(4):
         outputs, loss = training.forward(training.batch())
         if before is not None and (step % 2 or run.is_main):
             run.record("previous loss", before[1].item())
@@ -107,11 +122,28 @@ def previous_step_read(run: Run) -> None:
         before = (outputs, loss)
 
 
-@case()
+@case(model="encoder", loss="mse", ranks=(2, 3))
+def losses_read_much_later(run: Run) -> None:
+    """All losses kept and read after the evaluation that follows, by all or by the main process."""
+    training = run.prepare("encoder", rate=0.1)
+    losses = []
+    for _ in range(4):
+        _, loss = training.forward(training.batch())
+        training.backward(loss)
+        training.update()
+        losses.append(loss)
+    training.evaluate()
+    if run.is_main:
+        run.record("first", losses[0].item())
+    run.record("losses", torch.stack([loss.detach() for loss in losses]))
+
+
+@case(model="unet", loss="mse, gathered before backward")
 def gathered_before_backward(run: Run) -> None:
+    """`gather(loss.repeat(rows)).mean().item()` before backward."""
     training = run.prepare("unet")
     total = 0.0
-    for _ in range(3):
+    for _ in range(2):
         _, loss = training.forward(training.batch())
         total += run.accelerator.gather(loss.repeat(8)).mean().item() / 2
         training.backward(loss)
@@ -119,10 +151,11 @@ def gathered_before_backward(run: Run) -> None:
     run.record("total", total)
 
 
-@case(ranks=(3,))
+@case(model="llama", loss="causal LM inside", ranks=(3,))
 def backward_never_comes(run: Run) -> None:
+    """Forward passes whose backward never comes, read by some ranks."""
     training = run.prepare("llama")
-    for step in range(4):
+    for step in range(3):
         training.step(training.batch())
         _, loss = training.forward(training.batch())
         if (run.is_main, run.is_last)[step % 2]:
@@ -132,23 +165,25 @@ def backward_never_comes(run: Run) -> None:
             run.accelerator.wait_for_everyone()
 
 
-@case(ranks=(3,))
+@case(model="llama", loss="causal LM inside", ranks=(3,))
 def backward_never_comes_before_clipping(run: Run) -> None:
+    """An unused forward pass between backward and clipping."""
     training = run.prepare("llama")
-    for step in range(4):
+    for step in range(3):
         _, loss = training.forward(training.batch())
         training.backward(loss)
         _, unused = training.forward(training.batch())
         if (run.is_main, run.is_last)[step % 2]:
-            time.sleep(0.05)
+            late(0.05)
             run.record("unused", unused.item())
         del unused
         run.record("norm", run.accelerator.clip_grad_norm_(training.model.parameters(), 0.5))
         training.update(loss)
 
 
-@case(ranks=(3,))
+@case(model="encoder", loss="mse", ranks=(3,))
 def unused_forward_read_after_the_parameters_changed(run: Run) -> None:
+    """A forward pass read after the optimizer's step has the values of before."""
     training = run.prepare("encoder", rate=0.1)
     for step in range(4):
         _, loss = training.forward(training.batch())
@@ -160,24 +195,26 @@ def unused_forward_read_after_the_parameters_changed(run: Run) -> None:
             run.record("unused again", (unused * 2).item())
 
 
-@case(ranks=(3,))
+@case(model="loss_only", loss="mse inside", ranks=(3,))
 def only_a_loss_returned_and_read_early_on_main(run: Run) -> None:
+    """A model that returns its loss alone, read before backward on the main process."""
     training = run.prepare("loss_only", rate=0.1)
-    for step in range(6):
+    for step in range(4):
         _, loss = training.forward(training.batch())
         if run.is_main:
-            time.sleep(0.03 * (step % 2))
+            late(0.03 * (step % 2))
             run.record("early", loss.item())
         training.backward(loss)
         training.update(loss)
 
 
-@case(ranks=(2, 3))
+@case(model="llama", loss="causal LM inside", ranks=(2, 3))
 def evaluation_without_no_grad_read_on_main(run: Run) -> None:
+    """Evaluation with gradients enabled, of which the main process alone reads the values."""
     training = run.prepare("llama")
     training.step(training.batch())
     total = 0.0
-    for _ in range(8):
+    for _ in range(4):
         outputs, loss = training.forward(training.batch())
         if run.is_main:
             total += loss.item() + outputs.logits.mean().item()
