@@ -27,16 +27,26 @@ def unscale_gradients(
     # This module is loaded together with torch; the session is not needed before there is a model.
     from pfeife_accelerate import session
 
-    found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     running = session.current()
     if running is None or not _is_pipelined(optimizer, running.parameters_counted_here()):
-        return found
+        return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    with running.only_own_gradients():
+        found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    _count_edit([p for group in optimizer.param_groups for p in group["params"]])
     overflow = any(bool(value.item()) for value in found.values())
     seen = torch.tensor([bool(found), overflow], dtype=torch.int64)
     running.reduce(seen, dist.ReduceOp.MAX)
     if not seen[0]:
         return found  # no rank has a gradient: torch says so, as in one process
     return {found_inf.device: torch.full_like(found_inf, float(seen[1]))}
+
+
+def _count_edit(parameters: list[torch.Tensor]) -> None:
+    """Let a change that leaves no trace in a tensor's version be seen by whoever compares versions between ranks."""
+    from pfeife_accelerate import session
+
+    session.count_gradient_edit(parameters)
+    torch.autograd.graph.increment_version([p.grad for p in parameters if not p.is_meta and p.grad is not None])
 
 
 def _is_pipelined(optimizer: torch.optim.Optimizer, counted: dict[int, bool]) -> bool:

@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -184,6 +185,15 @@ class Session:
         self._release()
         if is_shared:
             self.control.advance_clock()
+
+    @contextmanager
+    def only_own_gradients(self) -> Iterator[None]:
+        """As inside an optimizer's step: parameters elsewhere show no gradient."""
+        self.num_steps_under_way += 1
+        try:
+            yield
+        finally:
+            self.num_steps_under_way -= 1
 
     def _hold(self) -> None:
         self.control.busy().__enter__()
