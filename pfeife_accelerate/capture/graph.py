@@ -63,6 +63,17 @@ class Placeholder:
         return self.node.meta.get("example_value")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Modes:
+    """Modes that operations have switched on: the nodes that entered autocast, and whether gradients are recorded."""
+
+    autocasts: tuple[fx.Node, ...] = ()
+    grad_enabled: bool = True
+
+
+NO_MODES = Modes()
+
+
 class CapturedGraph:
     """An fx graph at torch level with symbolic batch size; see the module's docstring."""
 
@@ -234,6 +245,9 @@ class CapturedGraph:
             return f"an operation mixes the rows of the batch in the middle of the model ({where})"
         if any(self.states_of(n) for n in self.tail):
             return f"an operation with parameters follows one that mixes the rows of the batch ({where})"
+        changed = [n for n in self.tail if (target := mutates(n)) is not None and target not in self.tail]
+        if changed:
+            return f"forward changes a buffer by a value made of the whole batch ({source_line(changed[0])})"
         return None
 
     # ------------------------------------------------------------------ where it may be cut
@@ -256,7 +270,6 @@ class CapturedGraph:
                     blocked[end + 1] -= 1
 
         first_of_storage: dict[int, int] = {}
-        depth, opened, grad_off = 0, 0, -1
         for i, node in enumerate(self.ops):
             example = node.meta.get("example_value")
             if not isinstance(example, torch.Tensor | torch.SymInt | int | torch.Size | None):
@@ -267,23 +280,25 @@ class CapturedGraph:
             if target is not None and target in self.position:
                 for storage in _storages(target.meta.get("example_value")):
                     block(first_of_storage.get(storage, i), i)
-            if node.target is SET_GRAD_ENABLED:
-                if not node.args[0]:
-                    grad_off = i if grad_off < 0 else grad_off
-                elif grad_off >= 0:
-                    block(grad_off, i + 1)
-                    grad_off = -1
-            step = autocast_step(node)
-            if step > 0 and depth == 0:
-                opened = i
-            depth += step
-            if step < 0 and depth == 0:
-                block(opened, i + 1)
         running, legal = 0, []
         for i in range(len(self.ops)):
             running += blocked[i]
             legal.append(running == 0 and i > 0)
         return tuple(legal)
+
+    def modes_at(self, position: int) -> Modes:
+        """The modes in which the operation at a position runs."""
+        autocasts: list[fx.Node] = []
+        grad_enabled = True
+        for node in self.ops[:position]:
+            if node.target is SET_GRAD_ENABLED:
+                grad_enabled = bool(node.args[0])
+            step = autocast_step(node)
+            if step > 0:
+                autocasts.append(node)
+            elif step < 0:
+                autocasts.remove(node.args[0])  # type: ignore[arg-type]
+        return Modes(autocasts=tuple(autocasts), grad_enabled=grad_enabled)
 
     def results(self) -> tuple[fx.Node, ...]:
         """Output nodes of the model, each once."""

@@ -67,7 +67,7 @@ def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> S
     for index, (lo, hi) in enumerate(pairwise(bounds)):
         nodes = [n for n in graph.ops[lo:hi] if n in live]
         outputs = [n for n in nodes if n in leaving]
-        stages.append(make_stage(graph, index, nodes, outputs))
+        stages.append(make_stage(graph, index, nodes, outputs, graph.modes_at(lo), graph.modes_at(hi)))
     return StagedGraph(
         graph=graph,
         stages=tuple(stages),

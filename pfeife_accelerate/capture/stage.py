@@ -1,5 +1,6 @@
 """One stage as a program: the fx graph of its operations, with what they read from outside as arguments.
 
+A stage that begins or ends within an autocast or no_grad region enters and leaves it for its part.
 Random operations draw from generator states of their own. Operations of a region that the model wants computed again in
 the backward pass run under `torch.utils.checkpoint`, so that nothing inside it is kept.
 Ignores: regions that change a value from outside, or whose inputs are changed after them, since computing those again
@@ -18,11 +19,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
+from pfeife_accelerate.capture.graph import NO_MODES, CapturedGraph, Modes, PlaceholderKind
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, is_training_batch_norm, mutates, tensors_in
 from pfeife_accelerate.capture.random_operation import with_own_numbers
 from pfeife_accelerate.capture.regions import Region, region_of
-from pfeife_accelerate.compat import SET_GRAD_ENABLED, storage_id
+from pfeife_accelerate.compat import AUTOCAST_EXIT, SET_GRAD_ENABLED, storage_id
 from pfeife_accelerate.ir.program import InputKind, StageInput, StageProgram
 
 __all__ = ["is_size", "make_stage"]
@@ -35,9 +36,19 @@ def is_size(node: fx.Node) -> bool:
     return not isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
-def make_stage(graph: CapturedGraph, index: int, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> StageProgram:
-    """The stage that runs `nodes`, which are in order, and returns the values of `outputs`."""
-    maker = _Maker(graph, f"Stage{index}", nodes, outputs)
+def make_stage(
+    graph: CapturedGraph,
+    index: int,
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    begin: Modes = NO_MODES,
+    end: Modes = NO_MODES,
+) -> StageProgram:
+    """The stage that runs `nodes`, which are in order, and returns the values of `outputs`.
+
+    `begin` and `end` are the modes before its first and after its last operation.
+    """
+    maker = _Maker(graph, f"Stage{index}", nodes, outputs, begin, end)
     forward = maker.make(_runs(graph, nodes))
     inputs = [_stage_input(graph, node) for node in maker.reads]
     if maker.draws_random:
@@ -88,11 +99,21 @@ def _storages(node: fx.Node) -> list[int]:
 class _Maker:
     """Makes the graph of some operations, of a stage or of a region in it; `reads` are the values from outside."""
 
-    def __init__(self, graph: CapturedGraph, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        name: str,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        begin: Modes = NO_MODES,
+        end: Modes = NO_MODES,
+    ) -> None:
         self.captured = graph
+        self._begin = begin
+        self._end = end
         self.name = name
         self.outputs = outputs
-        own = set(nodes)
+        own = {*nodes, *begin.autocasts}
         external = dict.fromkeys(read for node in nodes for read in inputs_of(node) if read not in own)
         self.reads = [node for node in external if node.op != "get_attr"]
         self._constants = [node for node in external if node.op == "get_attr"]
@@ -110,6 +131,10 @@ class _Maker:
             self._copies[node] = self._graph.placeholder(node.name)
         for node in self._constants:
             self._copies[node] = self._graph.node_copy(node)
+        for node in self._begin.autocasts:
+            self._copies[node] = self._graph.node_copy(node)
+        if not self._begin.grad_enabled:
+            self._graph.call_function(SET_GRAD_ENABLED, (False,))
         for number, run in enumerate(runs):
             if run.region is None:
                 for node in run.nodes:
@@ -117,6 +142,8 @@ class _Maker:
             else:
                 later = {read for other in runs[number + 1 :] for node in other.nodes for read in inputs_of(node)}
                 self._repeatable(run, [n for n in run.nodes if n in later or n in self.outputs], number)
+        for node in reversed(self._end.autocasts):  # who runs the stage restores the gradient mode
+            self._graph.call_function(AUTOCAST_EXIT, (self._copies[node],))
         self._graph.output(tuple(self._copies[node] for node in self.outputs))
         return fx.GraphModule(self.captured.gm, self._graph, class_name=self.name).forward
 

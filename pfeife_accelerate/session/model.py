@@ -83,11 +83,12 @@ class PipelinedModel:
         wants_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())
         if self.plan is None and not self.gate.is_open and not self._all_make_it(wants_gradients):
             return self._run_alone(0, args, kwargs)
-        captured = self.gate.capture(args, kwargs, training=wants_gradients)
+        precision = self._precision()
+        captured = self.gate.capture(args, kwargs, precision, training=wants_gradients)
         if captured is None:
             return self.gate.run(args, kwargs)
         training = wants_gradients or bool(captured.links)
-        call = self._new_call(captured, training=training)
+        call = self._new_call(captured, precision, training=training)
         if self.plan is None:
             self._plan(call)
         if self.session.mesh.world_rank == 0:
@@ -100,10 +101,17 @@ class PipelinedModel:
         values = output_values(call)
         return captured.outputs_with(lambda i: values[call.graph.outputs[i]], half_to_float=self.autocast)
 
-    def _new_call(self, captured: CapturedCall, *, training: bool) -> Call:
+    def _precision(self) -> tuple[str, torch.dtype] | None:
+        """The autocast to run in: Accelerate's, or else the one that the script has put around the call."""
+        device = self.device.type
+        if self.autocast is None and torch.is_autocast_enabled(device):
+            return device, torch.get_autocast_dtype(device)
+        return self.autocast
+
+    def _new_call(self, captured: CapturedCall, precision: tuple[str, torch.dtype] | None, *, training: bool) -> Call:
         refuse_loss_of_inputs(captured)
         number, links = self.conductor.next_number(), captured.links
-        call = Call(number, self, captured.graph, captured.arguments, captured.bindings, self.autocast, links)
+        call = Call(number, self, captured.graph, captured.arguments, captured.bindings, precision, links)
         if call.graph.random_number:
             call.seed = take_seed()
         self.session.batch_check.show(call)

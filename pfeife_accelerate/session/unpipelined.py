@@ -47,7 +47,14 @@ class CaptureGate:
         """Whether calls are not captured, since that has failed."""
         return self._whole is not None
 
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> CapturedCall | None:
+    def capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        precision: tuple[str, torch.dtype] | None,
+        *,
+        training: bool,
+    ) -> CapturedCall | None:
         """The captured call, or None: then `run` gives the call's outputs.
 
         Raises: PfeifeError PF510 where running the model whole is not wanted, or no longer possible.
@@ -56,7 +63,7 @@ class CaptureGate:
             return None
         captured, self._failure = None, None
         try:
-            captured = self._model.capture.call(args, kwargs, self._model.autocast)
+            captured = self._model.capture.call(args, kwargs, precision)
         except CaptureFailure as failure:
             if self._model.session.plugin.on_capture_failure == "error":
                 raise (failure.refusal if failure.has_begun or failure.cause is None else failure.cause) from failure

@@ -124,7 +124,6 @@ def _by_torch(run: Run) -> AbstractContextManager[None]:
     dtype=torch.float32,
     reference=_body(4, model=Mixed, context=_by_torch),
     stated=_MICROBATCHES,
-    pending="torch.autocast around the call is in effect while the model is captured, and not while it runs",
 )
 def autocast_of_torch_around_the_call(run: Run) -> None:
     """`with torch.autocast(...)` around the call and the loss, in a script without mixed precision."""
@@ -168,7 +167,6 @@ def autocast_inside_the_model(run: Run) -> None:
     dtype=torch.float32,
     reference=_body(4, model=_one_region),
     stated=_MICROBATCHES,
-    pending="a stage cannot begin within an autocast region: PF301",
 )
 def autocast_around_all_layers(run: Run) -> None:
     """One autocast region around all layers inside forward, with others nested in it."""
