@@ -13,7 +13,7 @@ import torch
 
 from tests.launching import run_ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "randomness_run.py"
 
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "randomness_run.py"
 def _run(folder: Path, ranks: int, *names: str, **options: str) -> dict[str, Any]:
     env = {"PFEIFE_ENABLED": "true", "PFEIFE_NUM_MICROBATCHES": "4", "ACCELERATE_USE_CPU": "true"}
     env |= {f"PFEIFE_{name.upper()}": value for name, value in options.items()}
-    result = run_ranks(SCRIPT, num_processes=ranks, args=(str(folder), *names), env=env, timeout=180).check()
+    result = run_ranks(SCRIPT, num_processes=ranks, args=(str(folder), *names), env=env, timeout=360).check()
     lines = [line.partition(": ") for line in result.stdout.splitlines() if ": " in line]
     return {name: json.loads(text) for name, _, text in lines if name in names}
 
