@@ -68,8 +68,8 @@ def markdown(rows: Sequence[Row], command: str) -> str:
         + ", ".join(f"{t.gradients:g} in {_short(d)}" for d, t in TOLERANCES.items())
         + ". Where the promise is another than equality with the whole batch, the verdict says what was compared.",
         "",
-        "`order` says whether the micro-batches ran in the planned order, or all forwards, the whole loss and all backwards "
-        "in two phases. A pending row is a case of what does not work yet, with the reason; it was not run.",
+        "`order` says whether the micro-batches ran in the planned order, or all forwards, the whole loss and all "
+        "backwards in two phases. A pending row is a case of what does not work yet, with the reason; it was not run.",
         "",
         "This file is generated; do not edit it.",
         "",
