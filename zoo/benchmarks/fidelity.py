@@ -37,7 +37,7 @@ def main() -> int:
             if case.pending
         ]
     for row in rows:
-        if row.kind != "equal":
+        if row.kind not in ("equal", "equal as stated"):
             print(f"{row.case.name} on {row.size}: {row.verdict}")
             for problem in row.comparison.problems[1:4] if row.comparison else ():
                 print(f"    {problem}")
@@ -70,8 +70,18 @@ def _command(options: argparse.Namespace) -> str:
     """The command that makes the same table anew."""
     words = ["python", "zoo/benchmarks/fidelity.py"]
     words += [f"--{name}" for name in ("quick", "pending") if getattr(options, name)]
-    words += [f"--ranks {options.ranks}", f"--only '{options.only}'" if options.only else "", f"--out {options.out}"]
+    words += [
+        f"--ranks {options.ranks}",
+        f"--only '{options.only}'" if options.only else "",
+        f"--out {_from_root(options.out)}",
+    ]
     return " ".join(word for word in words if word)
+
+
+def _from_root(path: str) -> str:
+    """The path as seen from the repository, where it is in there."""
+    whole, root = Path(path).resolve(), Path(__file__).resolve().parents[2]
+    return str(whole.relative_to(root)) if whole.is_relative_to(root) else path
 
 
 def _parser() -> argparse.ArgumentParser:

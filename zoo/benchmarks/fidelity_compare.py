@@ -42,6 +42,7 @@ class Comparison:
 
     def add(self, where: str, error: float, allowed: float, *, gradient: bool) -> None:
         """Note one relative error."""
+        error = math.inf if math.isnan(error) else error
         if gradient:
             self.gradient_error = max(self.gradient_error or 0.0, error)
         else:

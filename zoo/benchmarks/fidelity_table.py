@@ -46,7 +46,8 @@ class Row:
     @property
     def kind(self) -> str:
         """The verdict without reasons."""
-        return self.verdict.partition(":")[0].partition(" to ")[0].strip("*")
+        kind, as_stated, _ = self.verdict.partition(":")[0].partition(" to ")
+        return f"{kind} as stated" if as_stated else kind.strip("*")
 
 
 def order_of(kinds: Sequence[str]) -> str:
@@ -66,6 +67,9 @@ def markdown(rows: Sequence[Row], command: str) -> str:
         "over all parameters and recorded steps. Allowed are "
         + ", ".join(f"{t.gradients:g} in {_short(d)}" for d, t in TOLERANCES.items())
         + ". Where the promise is another than equality with the whole batch, the verdict says what was compared.",
+        "",
+        "`order` says whether the micro-batches ran in the planned order, or all forwards, the whole loss and all "
+        "backwards in two phases. A pending row is a case of what does not work yet, with the reason; it was not run.",
         "",
         "This file is generated; do not edit it.",
         "",
