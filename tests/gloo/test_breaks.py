@@ -130,9 +130,10 @@ for step in range(2):
         out = model(parts[step][rank])
         assert out.dtype == torch.float32
         accelerator.backward(out.square().mean())
-with torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] == "bf16"):
-    outs = [plain(part) for step in range(2) for part in parts[step]]
-sum(out.float().square().mean() / 4 for out in outs).backward()
+for part in (*parts[0], *parts[1]):
+    with torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] == "bf16"):
+        out = plain(part)
+    (out.float().square().mean() / 4).backward()
 for (name, mine), wanted in zip(model.named_parameters(), plain.parameters()):
     torch.testing.assert_close(mine.grad, wanted.grad, msg=name, rtol=1e-5, atol=1e-6)
 if accelerator.is_main_process:  # an evaluation on one process alone waits for nobody
