@@ -1,6 +1,6 @@
 """`clip_grad_norm_` on a pipelined model's parameters: the norm is over all stages, a tied parameter counts once.
 
-Clipping by value needs no hook: each rank clips its own gradients, and placeholders of the others' accept it.
+By value each rank clips its own gradients; that the others do the same to theirs is noted for whoever reads them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,24 @@ def _dtype(parameters: list[torch.Tensor]) -> torch.dtype:
     """That of the whole model's norm, on every rank: also where no gradient is."""
     found = {p.dtype for p in parameters if p.requires_grad and p.is_floating_point()}
     return functools.reduce(torch.promote_types, found) if found else torch.float32
+
+
+def clip_grad_value_(
+    original: Callable[..., None],
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Hook of `torch.nn.utils.clip_grad_value_`."""
+    from pfeife_accelerate import session
+
+    everything = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    here = [p for p in everything if not p.is_meta]
+    first = next((p.grad for p in here if p.grad is not None), None)
+    before = 0 if first is None else first._version
+    original(here, clip_value, foreach)
+    # A minimum and a maximum, where the tensors are clipped in one go.
+    session.count_gradient_edit(everything, 2 if first is None else first._version - before)
 
 
 def _total_norm(grads: list[torch.Tensor], norm_type: float, running: Session) -> torch.Tensor:

@@ -142,6 +142,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         when=SeamGroup.TORCH,
     ),
     Seam(
+        owner="torch.nn.utils",
+        name="clip_grad_value_",
+        hook="pfeife_accelerate.integration.clipping:clip_grad_value_",
+        signature="(parameters, clip_value, foreach)",
+        when=SeamGroup.TORCH,
+    ),
+    Seam(
         owner="torch.autograd.function:Function",
         name="apply",
         hook="pfeife_accelerate.integration.functions:apply",

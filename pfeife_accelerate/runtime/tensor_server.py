@@ -6,6 +6,7 @@ Ignores: connections (remote.py), and where the tensors live: what is given out 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from threading import Condition, RLock
 from typing import TypeAlias
@@ -18,6 +19,12 @@ Provider: TypeAlias = "Callable[[str], torch.Tensor | None]"
 
 # A rank may ask for a kind before this one's script has come to the line that serves it.
 _SERVE_TIMEOUT_S = 60.0
+_EARLY_TIMEOUT_S = 60.0
+_EARLY_POLL_S = 0.001
+
+
+class TooEarly(Exception):
+    """Raised by a provider whose script has not come to the line yet at which the asking rank's is."""
 
 
 class TensorServer:
@@ -63,6 +70,16 @@ class TensorServer:
         `changes` is the count of the rank that asks.
         """
         provider = self._provider_at(kind, clock, changes)
+        deadline = time.monotonic() + _EARLY_TIMEOUT_S
+        while True:
+            try:
+                return self._copies(provider, kind, keys, changes)
+            except TooEarly as error:
+                if self._is_stopped or time.monotonic() > deadline:
+                    raise PfeifeError(id="PF410", what=f"rank {self._rank} has no such {kind} yet: {error}") from error
+            time.sleep(_EARLY_POLL_S)
+
+    def _copies(self, provider: Provider, kind: str, keys: Sequence[str], changes: int) -> list[torch.Tensor]:
         copies = []
         with self.busy:
             if kind in self._of_one_moment and self.changes > changes:
@@ -71,7 +88,7 @@ class TensorServer:
                 try:
                     tensor = provider(key)
                     copy = None if tensor is None else _copy_to_cpu(tensor)
-                except PfeifeError:
+                except (PfeifeError, TooEarly):
                     raise
                 except Exception as error:  # Whatever it is, it belongs to the rank that asked.
                     raise PfeifeError(

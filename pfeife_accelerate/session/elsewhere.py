@@ -42,11 +42,11 @@ class _Local:
     """The change after which only the owner knows the value."""
 
 
-def count_gradient_edit(parameters: Iterable[torch.Tensor]) -> None:
-    """All owners change their gradients once, by a function that is not called on the others' stubs."""
+def count_gradient_edit(parameters: Iterable[torch.Tensor], times: int = 1) -> None:
+    """All owners change their gradients so often, by a function that is not called on the others' stubs."""
     for parameter in parameters:
         if isinstance(parameter, ParameterElsewhere):
-            parameter.place.edits += 1
+            parameter.place.edits += times
 
 
 class ValuesElsewhere:

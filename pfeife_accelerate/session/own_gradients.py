@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.runtime.tensor_server import TooEarly
 from pfeife_accelerate.session.placement import Placement
 
 
@@ -47,7 +48,7 @@ class OwnGradients:
     def give(self, key: str) -> torch.Tensor:
         """The gradient of a parameter after a number of changes: `name/edits`. Zero if the loss did not reach it.
 
-        Raises: PfeifeError PF541 if the tensor has been changed more often or less, and no copy was kept.
+        Raises: PfeifeError PF541 if the tensor has been changed more often, and no copy was kept; TooEarly if less.
         """
         name, _, edits = key.rpartition("/")
         self._is_read = True
@@ -57,7 +58,10 @@ class OwnGradients:
         if copy is not None:
             return copy
         gradient, version = self._given[name]
-        if gradient._version - version != int(edits):
+        changes = gradient._version - version
+        if changes < int(edits):
+            raise TooEarly(f"{name!r} has been changed {changes} times, not {edits}")
+        if changes > int(edits):
             raise PfeifeError(
                 id="PF541",
                 what=f"the gradient of {name!r} was asked for at another moment than that of the rank that has it",
