@@ -230,7 +230,9 @@ def _aliases(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     made: dict[int, torch.Tensor] = {}
 
     def alias(item: Any) -> Any:
-        return made.setdefault(id(item), item.data) if type(item) is torch.Tensor else item  # no view, as detach() is
+        if type(item) is not torch.Tensor or item.requires_grad:  # what needs a gradient is a leaf of our own
+            return item
+        return made.setdefault(id(item), item.data)  # no view, as detach() is
 
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(alias, (args, kwargs))
     return found

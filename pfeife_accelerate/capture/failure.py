@@ -9,10 +9,7 @@ from torch import nn
 from pfeife_accelerate.compat import graph_break_reasons, reads_values
 from pfeife_accelerate.errors import PfeifeError
 
-_HINTS = (
-    "rewrite the named line without reading tensor values",
-    "switch off gradient checkpointing: the pipeline frees activations by itself",
-)
+_HINTS = ("rewrite the named line without reading tensor values",)
 
 
 class CaptureFailure(Exception):

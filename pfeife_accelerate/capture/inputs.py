@@ -27,6 +27,8 @@ class Inputs:
 
     def __init__(self) -> None:
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        """The script's own tensors, and how often they had been changed in place."""
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the model with in place of the script's arguments."""
@@ -36,7 +38,12 @@ class Inputs:
     def _plain(self, item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        value = resolve(item) if isinstance(item, DeferredTensor) else item
+        if isinstance(item, DeferredTensor):
+            value = resolve(item)
+        else:
+            value = item
+            if not item.is_inference():
+                self.versions.append((item, item._version))
         if not (torch.is_grad_enabled() and item.requires_grad):
             return value
         if id(item) not in self._leaves:

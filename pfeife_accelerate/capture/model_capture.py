@@ -45,6 +45,8 @@ class CapturedCall:
     structure: Any
     fakes: Mapping[int, int]
     links: tuple[InputLink, ...] = ()
+    versions: tuple[tuple[torch.Tensor, int], ...] = ()
+    """The script's tensors among the arguments, and how often they had been changed in place."""
     doubts: tuple[str, ...] = ()
     """What was assumed of the batch, where that was not certain."""
 
@@ -125,6 +127,8 @@ class ModelCapture:
 
         Raises: CaptureFailure if that is impossible.
         """
+        if any(isinstance(module, nn.RNNBase) for module in self.module.modules()):
+            raise CaptureFailure(refused(self.module, None, None, num_graph_breaks()))
         if not self._fakes.matches():
             self._prepare()
         if self._rules is None:
@@ -238,6 +242,7 @@ class ModelCapture:
             fakes=fakes,
             doubts=doubts(given, graph, arguments),
             links=self._inputs.links(arguments),
+            versions=tuple(self._inputs.versions),
         )
 
     def _general(self, given: CallArguments, record: _Record) -> tuple[_Record, str | None]:

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Record
-from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
+from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.inputs import InputLink
 from pfeife_accelerate.capture.split import StagedGraph, value_info
 from pfeife_accelerate.compat import expression_of
@@ -49,6 +49,7 @@ class Call:
         bindings: Mapping[Any, int],
         autocast: tuple[str, torch.dtype] | None,
         links: tuple[InputLink, ...] = (),
+        versions: tuple[tuple[torch.Tensor, int], ...] = (),
     ) -> None:
         self.number = number
         self.resolver = resolver
@@ -57,6 +58,7 @@ class Call:
         self.bindings = bindings
         self.autocast = autocast
         self.links = links
+        self._versions = versions
         self.progress = Progress.PENDING
         self.state: StepState | None = None
         self.num_microbatches = 0
@@ -91,7 +93,6 @@ class Call:
         """Buffers as the first forward found them, where it changes any."""
         self.recorded: list[ref[Record]] = []
         """What the script has done with the outputs, in order, as far as it still matters."""
-        self._versions = self._argument_versions()
         self.staged: StagedGraph
         self.inputs: StepInputs
         self.loss_values: tuple[str, ...] = ()
@@ -140,17 +141,9 @@ class Call:
 
     def check_unchanged(self) -> None:
         """Raises: PfeifeError PF507 if the script has changed an argument in place since the call."""
-        for index, version in self._versions.items():
-            if self.arguments[index]._version != version:
-                raise _argument_changed(self.graph.placeholders[index].node.name)
-
-    def _argument_versions(self) -> dict[int, int]:
-        inputs = [p.index for p in self.graph.placeholders if p.kind is PlaceholderKind.INPUT]
-        return {
-            i: argument._version
-            for i in inputs
-            if isinstance(argument := self.arguments[i], torch.Tensor) and not argument.is_inference()
-        }
+        for argument, version in self._versions:
+            if argument._version != version:
+                raise _argument_changed(argument)
 
     def micro_bindings(self, rows: int) -> dict[Any, int]:
         """Values of the size symbols in a micro-batch of that many rows."""
@@ -238,10 +231,11 @@ def lonely_training_call() -> PfeifeError:
     )
 
 
-def _argument_changed(name: str) -> PfeifeError:
+def _argument_changed(argument: torch.Tensor) -> PfeifeError:
     return PfeifeError(
         id="PF507",
-        what=f"an argument of the model was changed in place between the call and its use ({name})",
+        what="an argument of the model was changed in place between the call and its use "
+        f"(shape {tuple(argument.shape)}, {argument.dtype})",
         why="a pipelined model runs when its loss is differentiated or a result is read, not when it is called",
         hints=("change it after backward", "pass a copy: tensor.clone()"),
     )

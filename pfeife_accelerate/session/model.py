@@ -110,8 +110,9 @@ class PipelinedModel:
 
     def _new_call(self, captured: CapturedCall, precision: tuple[str, torch.dtype] | None, *, training: bool) -> Call:
         refuse_loss_of_inputs(captured)
+        graph, arguments = captured.graph, captured.arguments
         number, links = self.conductor.next_number(), captured.links
-        call = Call(number, self, captured.graph, captured.arguments, captured.bindings, precision, links)
+        call = Call(number, self, graph, arguments, captured.bindings, precision, links, captured.versions)
         if call.graph.random_number:
             call.seed = take_seed()
         self.session.batch_check.show(call)

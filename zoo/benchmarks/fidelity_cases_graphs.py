@@ -14,11 +14,6 @@ from fidelity_models import Encoder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-_CHECKPOINTING = "gradient checkpointing inside the model"
-_BREAKS = "models that are not captured as one graph"
-_FUNCTION = "an `autograd.Function` of the script's own on a model's output: PF522"
-_MIXED = "rows mixed inside the model by an operation that keeps their number are mixed within micro-batches only"
-
 
 class Checkpointed(nn.Module):
     """Blocks under checkpointing."""
@@ -47,14 +42,14 @@ def _fit(run: Run, module: nn.Module, steps: int = 3) -> None:
         training.update(loss)
 
 
-@case(loss="mse", ranks=(2, 3), pending=_CHECKPOINTING)
+@case(loss="mse", ranks=(2, 3))
 def checkpointed_blocks(run: Run) -> None:
     """`torch.utils.checkpoint` around the blocks of a module."""
     torch.manual_seed(0)
     _fit(run, Checkpointed())
 
 
-@case(model="llama", loss="causal LM inside", ranks=(2, 3), pending=_CHECKPOINTING)
+@case(model="llama", loss="causal LM inside", ranks=(2, 3))
 def checkpointed_llama(run: Run) -> None:
     """`gradient_checkpointing_enable()`."""
     training = run.fresh("llama", change=lambda model: model.gradient_checkpointing_enable())  # type: ignore[operator]
@@ -62,7 +57,7 @@ def checkpointed_llama(run: Run) -> None:
         training.step(training.batch())
 
 
-@case(model="llama", loss="causal LM inside", pending=_CHECKPOINTING)
+@case(model="llama", loss="causal LM inside")
 def checkpointed_adapters(run: Run) -> None:
     """Checkpointing with LoRA and a frozen base: `enable_input_require_grads`."""
     from peft import LoraConfig, get_peft_model
@@ -89,7 +84,7 @@ class Reentrant(Checkpointed):
         return x
 
 
-@case(loss="mse", pending=_CHECKPOINTING)
+@case(loss="mse")
 def checkpointed_with_reentry(run: Run) -> None:
     """`checkpoint(..., use_reentrant=True)`."""
     torch.manual_seed(0)
@@ -111,7 +106,7 @@ class Breaking(nn.Module):
         return self.second(x)
 
 
-@case(loss="mse", pending=_BREAKS)
+@case(loss="mse")
 def control_flow_by_values(run: Run) -> None:
     """A branch on a value in the middle of forward."""
     torch.manual_seed(0)
@@ -131,7 +126,7 @@ class Recurrent(nn.Module):
         return self.last(hidden[:, -1])
 
 
-@case(loss="mse", pending=_BREAKS)
+@case(loss="mse")
 def a_recurrent_layer(run: Run) -> None:
     """`nn.LSTM` between other layers."""
     torch.manual_seed(0)
@@ -152,7 +147,7 @@ class Talking(nn.Module):
         return self.second(x)
 
 
-@case(loss="mse", pending=_BREAKS)
+@case(loss="mse")
 def printing_in_forward(run: Run) -> None:
     """A `print` in the middle of forward."""
     torch.manual_seed(0)
@@ -192,7 +187,7 @@ def custom_function_inside(run: Run) -> None:
     _fit(run, Reversed())
 
 
-@case(model="encoder", loss="mse through a Function of the script's own", pending=_FUNCTION)
+@case(model="encoder", loss="mse through a Function of the script's own")
 def custom_function_in_the_loss(run: Run) -> None:
     """A custom `autograd.Function` between the model and the loss."""
     training = run.prepare("encoder", rate=0.1)
@@ -227,21 +222,21 @@ class Mixing(nn.Module):
         return self.last(x)
 
 
-@case(loss="mse", pending=_MIXED)
+@case(loss="mse")
 def rows_mixed_by_roll(run: Run) -> None:
     """Rows are mixed with their neighbours inside the model, as in manifold mixup."""
     torch.manual_seed(0)
     _fit(run, Mixing("roll"))
 
 
-@case(loss="mse", pending=_MIXED)
+@case(loss="mse")
 def rows_mixed_by_softmax(run: Run) -> None:
     """A softmax over the batch inside the model."""
     torch.manual_seed(0)
     _fit(run, Mixing("softmax"))
 
 
-@case(loss="mse", pending=_MIXED)
+@case(loss="mse")
 def rows_mixed_by_similarity(run: Run) -> None:
     """Attention between the rows of the batch inside the model."""
     torch.manual_seed(0)

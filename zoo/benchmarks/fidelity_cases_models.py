@@ -28,7 +28,6 @@ EXERCISES = {
     "clip": "two towers",
     "whisper": "convolutions, encoder, decoder, tied head",
 }
-PENDING = {"clip": "similarities of all rows, computed inside the model, are cut into micro-batches"}
 QUICK = (
     # model, dtype, order, numbers of micro-batches, numbers of ranks, steps
     ("llama", "float32", "1f1b", (4, 1, 3), (2,), 4),
@@ -67,7 +66,6 @@ def _add(model: str, dtype: str, order: str, micro: int, ranks: tuple[int, ...],
             options={**ORDERS[order], "num_microbatches": micro},
             dtype=getattr(torch, dtype),
             slow=slow,
-            pending=PENDING.get(model, ""),
         )
     )
 

@@ -34,7 +34,6 @@ def adversaries(run: Run) -> None:
 
 @case(
     loss="binary cross entropy, adversarial",
-    pending="one prepared model feeds another with gradients: needs gradients into a model's inputs",
 )
 def adversaries_through_each_other(run: Run) -> None:
     """The generator's step of a GAN: gradients flow through the prepared discriminator into the generator."""
@@ -187,7 +186,7 @@ def classifier_free_guidance(run: Run) -> None:
         training.update(loss)
 
 
-@case(loss="mse", pending="captures of all models in a process count together: at the 65th, PF510", slow=True)
+@case(loss="mse", slow=True)
 def many_models_in_one_process(run: Run) -> None:
     """A new model for each fold of a cross-validation, many times over."""
     for fold in range(35):

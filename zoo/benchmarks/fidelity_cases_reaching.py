@@ -11,12 +11,10 @@ from fidelity_kit import Run, case
 from fidelity_models import Encoder
 from torch import nn
 
-_ELSEWHERE = "parameters and gradients of other ranks' stages read by the script"
-_INPUTS = "gradients with respect to a model's inputs"
-_AGAIN = "a second backward through a call"
 
-
-@case(loss="distance of two calls", pending="dropout masks drawn from the script's generator state")
+@case(
+    loss="distance of two calls",
+)
 def the_same_masks_twice(run: Run) -> None:
     """`get_rng_state` and `set_rng_state` around two calls: both draw the same dropout masks."""
     torch.manual_seed(0)
@@ -34,7 +32,7 @@ def the_same_masks_twice(run: Run) -> None:
         torch.manual_seed(7)
 
 
-@case(model="encoder", loss="mse", ranks=(2, 3), pending=_ELSEWHERE)
+@case(model="encoder", loss="mse", ranks=(2, 3))
 def moving_average_of_parameters(run: Run) -> None:
     """A moving average over `model.parameters()`, copied into the model for evaluation and back."""
     training = run.fresh("encoder", rate=0.1)
@@ -54,7 +52,7 @@ def moving_average_of_parameters(run: Run) -> None:
     run.record("average", sum(float(mean.sum()) for mean in average))
 
 
-@case(model="encoder", loss="mse", ranks=(2, 3), pending=_ELSEWHERE)
+@case(model="encoder", loss="mse", ranks=(2, 3))
 def norm_by_hand(run: Run) -> None:
     """A gradient norm summed over `p.grad` by the script, for its log."""
     training = run.prepare("encoder", rate=0.1)
@@ -66,7 +64,7 @@ def norm_by_hand(run: Run) -> None:
         training.update(loss)
 
 
-@case(loss="mse", ranks=(2, 3), pending=_INPUTS)
+@case(loss="mse", ranks=(2, 3))
 def a_trainable_module_in_front(run: Run) -> None:
     """An unprepared trainable module makes the prepared model's input."""
     torch.manual_seed(0)
@@ -83,7 +81,7 @@ def a_trainable_module_in_front(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@case(model="encoder", loss="mse", pending=_INPUTS)
+@case(model="encoder", loss="mse")
 def gradient_of_the_input(run: Run) -> None:
     """Adversarial examples: the gradient with respect to the batch."""
     training = run.prepare("encoder", rate=0.1)
@@ -96,7 +94,7 @@ def gradient_of_the_input(run: Run) -> None:
         training.update(loss)
 
 
-@case(model="encoder", loss="two losses, a backward each", ranks=(2, 3), pending=_AGAIN)
+@case(model="encoder", loss="two losses, a backward each", ranks=(2, 3))
 def two_backwards_through_one_call(run: Run) -> None:
     """`backward(retain_graph=True)` of one loss, then of another, through the same call."""
     training = run.prepare("encoder", rate=0.1)
@@ -111,7 +109,7 @@ def two_backwards_through_one_call(run: Run) -> None:
         training.update()
 
 
-@case(model="encoder", loss="mse", ranks=(2, 3), pending=_ELSEWHERE)
+@case(model="encoder", loss="mse", ranks=(2, 3))
 def moving_average_of_diffusers(run: Run) -> None:
     """`EMAModel` of diffusers: step, store, copy_to, restore."""
     from diffusers.training_utils import EMAModel
@@ -128,7 +126,7 @@ def moving_average_of_diffusers(run: Run) -> None:
     training.step(training.batch())
 
 
-@case(loss="mse", ranks=(2, 3), pending=_INPUTS)
+@case(loss="mse", ranks=(2, 3))
 def one_model_feeds_another(run: Run) -> None:
     """A prepared encoder's output, with gradients, is a prepared decoder's input; one optimizer."""
     torch.manual_seed(0)
@@ -144,7 +142,7 @@ def one_model_feeds_another(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@case(model="llama", loss="causal LM inside", pending=_INPUTS)
+@case(model="llama", loss="causal LM inside")
 def embeddings_looked_up_by_the_script(run: Run) -> None:
     """`model.get_input_embeddings()(ids)` outside, then `model(inputs_embeds=...)`."""
     training = run.fresh("llama")

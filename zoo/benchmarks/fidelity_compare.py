@@ -26,9 +26,9 @@ class Tolerance:
 
 
 TOLERANCES = {
-    torch.float32: Tolerance(1e-6, 1e-5),
+    torch.float32: Tolerance(1e-5, 1e-5),
     torch.float64: Tolerance(1e-12, 1e-10),
-    torch.bfloat16: Tolerance(1e-6, 1e-5),
+    torch.bfloat16: Tolerance(1e-5, 1e-5),
 }
 
 
