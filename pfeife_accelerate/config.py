@@ -34,6 +34,7 @@ PREFIX: Final = "PFEIFE_"
 ENABLED_VARIABLE: Final = "PFEIFE_ENABLED"
 SCHEDULES: Final = ("auto", "gpipe", "1f1b", "looped")
 ON_CAPTURE_FAILURE: Final = ("fallback", "error")
+ON_LOSS_MISMATCH: Final = ("fallback", "error")
 
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
@@ -77,6 +78,11 @@ class PfeifePlugin:
     on_capture_failure: str = field(default="fallback", metadata={"kind": "choice", "choices": ON_CAPTURE_FAILURE})
     """A model that cannot be captured: "fallback" trains it whole on every process, exactly and with no gain in speed,
     after a warning that names the line; "error" refuses it."""
+
+    on_loss_mismatch: str = field(default="fallback", metadata={"kind": "choice", "choices": ON_LOSS_MISMATCH})
+    """A loss that comes out otherwise a micro-batch at a time than over the whole batch, which would be a fault of this
+    package and is looked for in the first step: "fallback" takes the exact two-phase order after a warning; "error" ends
+    the run."""
 
     batch_dims: tuple[tuple[str, int | None], ...] = field(default=(), metadata={"kind": "dims"})
     """Dimension of the batch in an argument of the model, by name (`src`, dotted for nested ones:

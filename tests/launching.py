@@ -122,7 +122,10 @@ def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
     }
-    wanted = {**clean, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    given = env or {}
+    # A wrong rule of the loss algebra must end a test, not be made good.
+    strict = {"PFEIFE_ON_LOSS_MISMATCH": "error"} if any(name.startswith("PFEIFE_") for name in given) else {}
+    wanted = {**clean, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **strict, **given}
     return {name: value for name, value in wanted.items() if value is not None}
 
 

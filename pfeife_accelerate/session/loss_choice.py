@@ -14,6 +14,7 @@ from pfeife_accelerate.capture.deferred import FAKE_MODE
 from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.loss import SplitLoss, split
 from pfeife_accelerate.capture.loss_states import Refused
+from pfeife_accelerate.errors import InternalError
 from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.log import get_logger, warn_once
 
@@ -46,7 +47,8 @@ _MOST_KNOWN = 64
 class LossChooser:
     """Choices by the losses' signatures, the latest ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_strict: bool = False) -> None:
+        self._is_strict = is_strict
         self._known: OrderedDict[Hashable, LossChoice] = OrderedDict()
         self._proved: dict[Hashable, bool] = {}
 
@@ -73,6 +75,8 @@ class LossChooser:
         """The outcome of that."""
         self._proved[expression.kind] = is_right
         if not is_right:
+            if self._is_strict:
+                raise _mismatch(expression)
             where = expression.steps[-1].operation.where if expression.steps else ""
             _LOG.warning(
                 "computed a micro-batch at a time, the loss (%s) differs from the whole batch's: this step and the "
@@ -93,3 +97,13 @@ class LossChooser:
                 "Gradients are exact; more activations are kept than in the planned order.",
             )
             return LossChoice(separable=False)
+
+
+def _mismatch(expression: Expression) -> InternalError:
+    return InternalError(
+        id="PF543",
+        what="computed a micro-batch at a time, the loss differs from the whole batch's",
+        where=expression.steps[-1].operation.where if expression.steps else None,
+        why="a rule for one of its operations is wrong",
+        hints=("on_loss_mismatch: fallback takes the exact order instead",),
+    )

@@ -63,7 +63,7 @@ class PipelinedModel:
         self.capture = ModelCapture(module, device, session.plugin.batch_dims)
         self.gate = CaptureGate(self)
         self.conductor = session.conductor
-        self.loss_chooser = LossChooser()
+        self.loss_chooser = LossChooser(is_strict=session.plugin.on_loss_mismatch == "error")
         self.foresight = Foresight()
         self.synchronises = True
         self.plan: PipelinePlan | None = None

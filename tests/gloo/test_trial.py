@@ -39,12 +39,22 @@ for step in range(3):
 """
 
 
+ENVIRONMENT = {"PFEIFE_NUM_MICROBATCHES": "4", "ACCELERATE_USE_CPU": "true"}
+
+
+def test_a_wrong_split_ends_the_run_where_that_is_wanted():
+    env = {**ENVIRONMENT, "PFEIFE_ON_LOSS_MISMATCH": "error", "WRONG_BY": "1.01"}
+    result = run_ranks(SCRIPT, num_processes=2, env=env)
+    assert result.returncode not in (0, None)
+    assert "PF543 computed a micro-batch at a time, the loss differs from the whole batch's" in result.stderr
+
+
 @pytest.mark.parametrize(("wrong_by", "warnings"), [("1.01", 1), ("1.0", 0)])
 def test_a_wrong_split_is_said_once_and_the_exact_order_is_taken(wrong_by: str, warnings: int):
     result = run_ranks(
         SCRIPT,
         num_processes=2,
-        env={"PFEIFE_NUM_MICROBATCHES": "4", "ACCELERATE_USE_CPU": "true", "WRONG_BY": wrong_by},
+        env={**ENVIRONMENT, "PFEIFE_ON_LOSS_MISMATCH": "fallback", "WRONG_BY": wrong_by},
     ).check()
     assert result.lines("right") == sorted(f"right {step} True" for step in range(3) for _ in range(2))
     assert result.stderr.count("differs from the whole batch's") == warnings, result.report()

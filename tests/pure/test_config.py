@@ -22,6 +22,7 @@ FULL = PfeifePlugin(
     split_points=("model.layers.4", "model.layers.8"),
     plan_file="plans/a plan.json",
     on_capture_failure="error",
+    on_loss_mismatch="error",
     batch_dims=(("src", 1), ("conditions.mask", None), ("0", 0)),
     verbose=2,
 )

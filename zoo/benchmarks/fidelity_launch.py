@@ -133,7 +133,7 @@ def run_processes(command: Sequence[str], size: int, limit_s: float) -> str:
     for rank in range(size):
         own = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "ACCELERATE_USE_CPU": "true"}
         if size > 1:
-            own = {"PFEIFE_ENABLED": "true", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
+            own = {"PFEIFE_ON_LOSS_MISMATCH": "error", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
             own |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
             own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         outputs.append(Path(command[2]) / f"log.{rank}")
