@@ -80,8 +80,8 @@ class PfeifePlugin:
     after a warning that names the line; "error" refuses it."""
 
     on_loss_mismatch: str = field(default="fallback", metadata={"kind": "choice", "choices": ON_LOSS_MISMATCH})
-    """A loss that comes out otherwise a micro-batch at a time than over the whole batch: a fault of this package, looked
-    for in the first step. "fallback" takes the exact two-phase order after a warning; "error" ends the run."""
+    """A loss that comes out otherwise a micro-batch at a time than over the whole batch: a fault of this package,
+    looked for in the first step. "fallback" takes the exact two-phase order after a warning; "error" ends the run."""
 
     batch_dims: tuple[tuple[str, int | None], ...] = field(default=(), metadata={"kind": "dims"})
     """Dimension of the batch in an argument of the model, by name (`src`, dotted for nested ones:
