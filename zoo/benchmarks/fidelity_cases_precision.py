@@ -180,7 +180,7 @@ def _overflow(model: nn.Module, where: str) -> None:
     """What fp16 does now and then: an infinite gradient, in one layer only."""
     for name, parameter in model.named_parameters():
         if where in name and parameter.grad is not None:
-            parameter.grad.view(-1)[0] = float("inf")
+            parameter.grad[(0,) * parameter.grad.dim()] = float("inf")
 
 
 def _scaled(run: Run, *, unscale: bool, frozen: int = 0, fused: bool = False) -> None:
