@@ -141,8 +141,8 @@ class Conductor:
         """Wait until the scripts of all ranks have made a call; meanwhile do what they wait for."""
         self._starting.add(number)
         while missing := self._not_in(number):
-            self._note(self._receive(_TO_LEADER, min(missing)))
-            self._serve_demands(serve_demand, urgent=True)
+            if not self._serve_demands(serve_demand, urgent=True):
+                self._note(self._receive(_TO_LEADER, min(missing)))
         self._starting.discard(number)
 
     def meet(
