@@ -34,11 +34,11 @@ def clip_grad_norm_(
     if running is None or not any(id(p) in counts for p in everything):
         return original(everything, max_norm, norm_type, error_if_nonfinite, foreach)
     session.count_gradient_edit(everything)
-    everything = [p for p in everything if not p.is_meta]
+    here = [p for p in everything if not p.is_meta]
     elsewhere = running.mesh.rank != 0  # what is no part of a pipeline is the same on every rank: rank 0 counts it
-    grads = [p.grad for p in everything if p.grad is not None and counts.get(id(p), not elsewhere)]
+    grads = [p.grad for p in here if p.grad is not None and counts.get(id(p), not elsewhere)]
     total = _total_norm(grads, float(norm_type), running)
-    own = [p for p in everything if p.grad is not None]
+    own = [p for p in here if p.grad is not None]
     device = own[0].device if own else running.device
     norm = total.to(device=device, dtype=_dtype(everything))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
