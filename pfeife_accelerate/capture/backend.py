@@ -17,6 +17,7 @@ from torch import fx
 
 from pfeife_accelerate.capture.eager_ops import OperationRecorder
 from pfeife_accelerate.capture.graph import CapturedGraph
+from pfeife_accelerate.capture.nodes import mutates
 from pfeife_accelerate.capture.regions import inline_regions
 from pfeife_accelerate.capture.sizes import bind, concrete
 from pfeife_accelerate.compat import FakeTensorMode, mark_dynamic
@@ -66,6 +67,14 @@ class PieceCall:
     outputs: tuple[Any, ...]
     ops_before: int
     """How many eager operations had been noted when it was called."""
+
+    def returns_changed(self, output: Any, argument: torch.Tensor) -> bool:
+        """Whether an output is the argument itself after changes in place (`self.steps += 1`)."""
+        index = next((i for i, own in enumerate(self.outputs) if own is output), None)
+        node = None if index is None else self.piece.results[index]
+        while isinstance(node, fx.Node) and node.op != "placeholder":
+            node = mutates(node)
+        return node in self.piece.placeholders and self.args[self.piece.placeholders.index(node)] is argument
 
 
 class CallRecorder:

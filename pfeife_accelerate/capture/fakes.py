@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,9 +84,10 @@ class FakeState:
         """The twins by canonical name."""
         return {self.name_of[id(slot.fake)]: slot.fake for slot in self._slots}
 
-    def assigned(self) -> list[str]:
-        """Names of the parameters and buffers that the model has replaced since the twins were put in."""
-        return [self.name_of[id(slot.fake)] for slot in self._slots if slot.holder.get(slot.key) is not slot.fake]
+    def assigned(self) -> list[tuple[str, torch.Tensor, Any]]:
+        """What the model has put in the place of its tensors since the twins were put in: name, twin, value."""
+        replaced = [slot for slot in self._slots if slot.holder.get(slot.key) is not slot.fake]
+        return [(self.name_of[id(slot.fake)], slot.fake, slot.holder.get(slot.key)) for slot in replaced]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

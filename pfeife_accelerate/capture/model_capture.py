@@ -177,8 +177,9 @@ class ModelCapture:
                 if not self._notes_operations and not record.is_one_graph:
                     self._start_noting()
                     record = self._record(given)
-                if assigned := self._fakes.assigned():
-                    raise NotStitched(f"the forward pass assigns a new tensor to {assigned[0]}")
+                for name, twin, value in self._fakes.assigned():
+                    if not any(call.returns_changed(value, twin) for call in record.calls):
+                        raise NotStitched(f"the forward pass assigns a new tensor to {name}")
                 return self._understood(given, record)
             except PfeifeError:
                 raise
