@@ -169,8 +169,15 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
         suppress_errors=False,
         ignore_logger_methods=messages,
     )
-    with options, _requires_grad_passed_over():
-        yield
+    # It warns of each `.item()` in the model's Python, which reads the value from us.
+    logger = logging.getLogger("torch._dynamo.variables.tensor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with options, _requires_grad_passed_over():
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

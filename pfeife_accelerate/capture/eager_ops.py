@@ -8,7 +8,7 @@ on or off, which may be a custom autograd function at work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from pfeife_accelerate.capture import torch_functions as known
 from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, dynamic_dims, mark_dynamic, not_a_frame, pytree
 
 _SWITCHED = "{} runs in code that was not captured, with gradients switched on or off"
@@ -57,10 +58,14 @@ class ValuelessMode(FakeTensorMode):
 
 
 class OperationRecorder(TorchFunctionMode):
-    """Notes the operations that run in no captured graph. Dynamo traces through it, and leaves no trace of it."""
+    """Notes the operations that run in no captured graph. Dynamo traces through it, and leaves no trace of it.
 
-    def __init__(self) -> None:
+    Where the code asks for a value, `read` gives the real tensor for a fake.
+    """
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
+        self._read = read
         not_a_frame(OperationRecorder.__torch_function__)
         self.ops: list[EagerOp] = []
         self.refused: str | None = None
@@ -87,9 +92,13 @@ class OperationRecorder(TorchFunctionMode):
 
     @torch.compiler.disable
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        result = func(*args, **kwargs)
         if self._is_paused:
-            return result
+            return func(*args, **kwargs)
+        if known.kind_of(func, args, dict(kwargs)) is known.Kind.READ:
+            with self.paused():
+                real_args, real_kwargs = known.mapped((args, dict(kwargs)), self._real)
+                return func(*real_args, **real_kwargs)
+        result = func(*args, **kwargs)
         outputs = tuple(result) if isinstance(result, tuple | list) else (result,)
         made = [value for value in outputs if isinstance(value, torch.Tensor)]
         kind, target = _node_of(func)
@@ -116,6 +125,9 @@ class OperationRecorder(TorchFunctionMode):
             )
         )
         return result
+
+    def _real(self, item: Any) -> Any:
+        return self._read(item) if isinstance(item, FakeTensor) else item
 
 
 def _open_dims(made: torch.Tensor, read: Sequence[torch.Tensor]) -> list[int]:

@@ -50,6 +50,11 @@ class Inputs:
             self._leaves[id(item)] = item, value.detach().requires_grad_()
         return self._leaves[id(item)][1]
 
+    @property
+    def differentiable(self) -> frozenset[int]:
+        """The leaves that a gradient flows into, by `id`."""
+        return frozenset(id(leaf) for _, leaf in self._leaves.values())
+
     def links(self, arguments: tuple[Any, ...]) -> tuple[InputLink, ...]:
         """Which of a graph's arguments they became."""
         sources = {id(leaf): source for source, leaf in self._leaves.values()}

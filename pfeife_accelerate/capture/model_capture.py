@@ -26,7 +26,7 @@ from pfeife_accelerate.capture.inputs import InputLink, Inputs
 from pfeife_accelerate.capture.side_effects import Snapshot
 from pfeife_accelerate.capture.stitch import StitchCache, stitch
 from pfeife_accelerate.capture.timeline import NotStitched, Timeline, TimelineReader
-from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, pytree
+from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, pytree, reads_values
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.log import get_logger, warn_once
 
@@ -82,6 +82,13 @@ class _Record:
         return all(id(tensor) in made or not is_fake(tensor) for tensor in self.returned)
 
 
+Peek = Callable[[CapturedGraph, tuple[Any, ...], Mapping[Any, int], "tuple[str, torch.dtype] | None"], torch.Tensor]
+
+
+def _nobody_computes(*_: Any) -> torch.Tensor:
+    raise NotStitched("it reads the value of a tensor")
+
+
 class ModelCapture:
     """Captures calls of one model; equal calls cost Dynamo's guards alone."""
 
@@ -96,6 +103,10 @@ class ModelCapture:
         self._proved: set[tuple[bool, bool]] = set()
         self._before: Snapshot | None = None
         self._notes_operations = False
+        self.peek: Peek = _nobody_computes
+        """Computes the only output of a graph, for the model's Python to read."""
+        self._answers: list[torch.Tensor] = []
+        self._repeated: Iterator[torch.Tensor] | None = None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -173,10 +184,8 @@ class ModelCapture:
         mode = torch.autocast(*autocast) if autocast else nullcontext()
         with dynamo_limits(MAX_VARIANTS), self._fakes.in_place(), mode:
             try:
-                record = self._record(given)
-                if not self._notes_operations and not record.is_one_graph:
-                    self._start_noting()
-                    record = self._record(given)
+                self._now, self._answers = (given, autocast), []
+                record = self._first_record(given)
                 for name, twin, value in self._fakes.assigned():
                     if not any(call.returns_changed(value, twin) for call in record.calls):
                         raise NotStitched(f"the forward pass assigns a new tensor to {name}")
@@ -191,11 +200,43 @@ class ModelCapture:
             finally:
                 self._recorder.calls.clear()
 
+    def _first_record(self, given: CallArguments) -> _Record:
+        try:
+            record = self._record(given)
+        except Exception as error:  # anything else is the caller's
+            if self._notes_operations or not reads_values(error):
+                raise
+        else:
+            if self._notes_operations or record.is_one_graph:
+                return record
+        self._start_noting()
+        return self._record(given)
+
+    def _value_of(self, fake: torch.Tensor) -> torch.Tensor:
+        """The real tensor for a fake whose value the model's Python asks for."""
+        if id(fake) in self._fakes.name_of:
+            return self.states()[self._fakes.name_of[id(fake)]].detach()
+        if self._repeated is not None:
+            return next(self._repeated)
+        given, autocast = self._now
+        recorder = self._recorder
+        assert recorder.operations is not None
+        reader = TimelineReader(self._fakes.name_of, self._inputs.differentiable)
+        timeline = reader.read(tuple(recorder.calls), tuple(recorder.operations.ops), (fake,))
+        key = timeline.key(given.batch_dims)
+        stitched = self._stitched.find(key, timeline, self._states)
+        if stitched is None:
+            stitched = stitch(timeline, self._states, given.batch_dims, None)
+            self._stitched.keep(key, stitched)
+        arguments = stitched.arguments(timeline, self._states)
+        self._answers.append(self.peek(stitched.graph, arguments, bind_symbols(stitched.graph, arguments), autocast))
+        return self._answers[-1]
+
     def _record(self, given: CallArguments) -> _Record:
         """Run the model's Python on fakes."""
         recorder = self._recorder
         recorder.calls.clear()
-        recorder.operations = OperationRecorder() if self._notes_operations else None
+        recorder.operations = OperationRecorder(self._value_of) if self._notes_operations else None
         with recorder.operations if recorder.operations is not None else nullcontext():
             structure = self._compiled(*given.args, **given.kwargs)
         returned = tuple(_tensors_of(structure))
@@ -217,7 +258,8 @@ class ModelCapture:
     def _timeline(self, record: _Record) -> Timeline:
         if record.refused is not None:
             raise NotStitched(record.refused)
-        return TimelineReader(self._fakes.name_of).read(record.calls, record.ops, record.returned)
+        reader = TimelineReader(self._fakes.name_of, self._inputs.differentiable)
+        return reader.read(record.calls, record.ops, record.returned)
 
     def _understood(self, given: CallArguments, record: _Record) -> CapturedCall:
         if record.is_one_graph:
@@ -272,10 +314,12 @@ class ModelCapture:
         """Another record, and its timeline's pattern; what the model's Python changes is left as it is now."""
         after = Snapshot(self.module, self.device)
         self.undo()
+        self._repeated = iter(list(self._answers))
         try:
             record = self._record(given)
             return record, self._timeline(record).pattern(given.batch_dims)
         finally:
+            self._repeated = None
             after.restore()
 
 

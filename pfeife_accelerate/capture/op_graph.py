@@ -7,6 +7,7 @@ stays on a stage that holds its parameters, and the cuts go where the fewest byt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,3 +107,12 @@ def tensor_of(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(spec.shape, device=device).to(dtype).requires_grad_(spec.requires_grad)
     return torch.full(spec.shape, dtype is torch.bool, dtype=dtype, device=device)
+
+
+def stages_of_states(graph: CapturedGraph, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The stages, between these cuts, that read each parameter and buffer."""
+    found: dict[str, list[int]] = {}
+    for stage, (lo, hi) in enumerate(pairwise((0, *cuts, len(graph.ops)))):
+        for name in dict.fromkeys(name for node in graph.ops[lo:hi] for name in graph.states_of(node)):
+            found.setdefault(name, []).append(stage)
+    return {name: tuple(stages) for name, stages in found.items()}

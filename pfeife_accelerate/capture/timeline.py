@@ -6,7 +6,7 @@ have equal keys, whatever tensors they ran on. Ignores: what the events compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -92,8 +92,10 @@ class Timeline:
 class TimelineReader:
     """Reads what was recorded of one call."""
 
-    def __init__(self, name_of: Mapping[int, str]) -> None:
+    def __init__(self, name_of: Mapping[int, str], differentiable: Collection[int] = ()) -> None:
+        """`name_of` knows parameters and buffers by `id`, `differentiable` the inputs that a gradient flows into."""
         self._name_of = name_of
+        self._differentiable = differentiable
         self._links: dict[int, Link] = {}
         self._inputs: list[torch.Tensor] = []
 
@@ -142,7 +144,7 @@ class TimelineReader:
             return Link(kind=LinkKind.STATE, name=self._name_of[id(leaf)])
         if isinstance(leaf, FakeTensor):
             raise NotStitched("a value is computed by code that was not captured")
-        if isinstance(leaf, nn.Parameter) or leaf.requires_grad:
+        if isinstance(leaf, nn.Parameter) or (leaf.requires_grad and id(leaf) not in self._differentiable):
             raise NotStitched("a parameter is used that the module does not hold as a parameter of its own")
         self._inputs.append(leaf)
         link = self._links[id(leaf)] = Link(kind=LinkKind.INPUT, index=len(self._inputs) - 1)

@@ -31,6 +31,16 @@ def as_the_first_time(call: Call, buffers: Mapping[str, torch.Tensor]) -> Iterat
         _write(buffers, now)
 
 
+@contextmanager
+def unchanged(call: Call, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Around a forward of the call that is not to count."""
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()} if call.graph.changes_buffers else {}
+    try:
+        yield
+    finally:
+        _write({name: buffers[name] for name in before}, before)
+
+
 def _write(buffers: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in buffers.items():

@@ -27,7 +27,11 @@ class GradientBook:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self._buffers_were = digests(placement.placed_buffers.values())
+        self.note_placement()
+
+    def note_placement(self) -> None:
+        """Parameters and buffers have been placed."""
+        self._buffers_were = digests(self.placement.placed_buffers.values())
 
     @contextmanager
     def collecting(self, call: Call, session: Session, request: int, *, on_trial: bool) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,7 @@ from torch import nn
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf
 from pfeife_accelerate.capture.expression import Expression
-from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
-from pfeife_accelerate.capture.op_graph import follow, to_op_graph
 from pfeife_accelerate.capture.random_operation import own_generators
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
@@ -29,6 +28,7 @@ from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.buffers import as_the_first_time
 from pfeife_accelerate.session.call import Call, Progress, lonely_training_call
 from pfeife_accelerate.session.conductor import Announcement
+from pfeife_accelerate.session.cuts import Cuts
 from pfeife_accelerate.session.descent import backward, promise
 from pfeife_accelerate.session.elsewhere import ValuesElsewhere
 from pfeife_accelerate.session.exchange import exchange_scalars, share_input_gradients, share_values
@@ -38,6 +38,7 @@ from pfeife_accelerate.session.loss_choice import LossChooser
 from pfeife_accelerate.session.losses import MicrobatchLoss
 from pfeife_accelerate.session.outputs import deferred_outputs, output_values, refuse_loss_of_inputs
 from pfeife_accelerate.session.own_gradients import OwnGradients
+from pfeife_accelerate.session.peek import peek
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
 from pfeife_accelerate.session.programs import ProgramCache, Run
@@ -61,6 +62,7 @@ class PipelinedModel:
         self.device = device
         self.autocast = autocast
         self.capture = ModelCapture(module, device, session.plugin.batch_dims)
+        self.capture.peek = partial(peek, self)
         self.gate = CaptureGate(self)
         self.conductor = session.conductor
         self.loss_chooser = LossChooser(is_strict=session.plugin.on_loss_mismatch == "error")
@@ -73,7 +75,7 @@ class PipelinedModel:
         self.programs: ProgramCache
         self.gradients: GradientBook
         self.own_gradients: OwnGradients
-        self._cuts: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {}
+        self.cuts: Cuts
 
     # -------------------------------------------------------------------------------------------- the script's calls
 
@@ -95,7 +97,7 @@ class PipelinedModel:
             caveats.tell(call, training=training)
         if training:
             return captured.outputs_with(deferred_outputs(call), half_to_float=self.autocast)
-        self._evaluate(call)
+        self.evaluate(call)
         if call.alone:
             return self._run_alone(call.seed, args, kwargs)
         values = output_values(call)
@@ -136,27 +138,17 @@ class PipelinedModel:
         self.programs = ProgramCache(plan.spec, plan.stage_ranks, mesh.rank)
         self.gradients = GradientBook(self.placement)
         self.own_gradients = OwnGradients(self.placement)
-        self._cuts[id(call.graph)] = (call.graph, plan.slicing.cuts)
+        self.cuts = Cuts(self, call.graph, plan)
         self.elsewhere = ValuesElsewhere(self)
         self.placement.apply(self.device, self.session.transport, self.elsewhere.give_up)
         self.session.optimizers.forget_elsewhere()
         self.plan = plan
         self.session.add(self)
 
-    def cuts(self, call: Call) -> tuple[int, ...]:
-        """Where this call's graph is cut: as planned, or so that the parameters can stay where they are."""
-        assert self.plan is not None
-        if id(call.graph) not in self._cuts:
-            number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
-            rows = max(1, call.batch_size // number)
-            graph = to_op_graph(call.graph, call.micro_bindings(rows))
-            found = follow(call.graph, graph, self.placement.stages_of, len(self.plan.stages))
-            self._cuts[id(call.graph)] = (call.graph, found)
-        return self._cuts[id(call.graph)][1]
-
     # -------------------------------------------------------------------------------------------- evaluation
 
-    def _evaluate(self, call: Call) -> None:
+    def evaluate(self, call: Call) -> None:
+        """Run the call's forwards alone, on all ranks."""
         if self.conductor.leads:
             self.start(call, Run.EVALUATE)
         else:
@@ -335,7 +327,9 @@ class PipelinedModel:
         if run is not Run.BACKWARD:
             call.begin(announcement.request, announcement.guess)
             self.own_gradients.forget()
-            call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
+            if run is not Run.EVALUATE:
+                self.cuts.place(call)
+            call.staged = self.programs.staged(call.graph, self.cuts.of(call), needed)
             call.loss_values = announcement.loss_values
             call.state = StepState(number)
             call.inputs = step_inputs(self, call, number, announcement.groups, training=run is not Run.EVALUATE)

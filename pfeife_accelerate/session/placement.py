@@ -1,7 +1,8 @@
 """Which rank holds which parameter, and giving up the memory of the others.
 
 A parameter lives on the ranks whose stages read it: one, or several if it is tied across stages. Elsewhere the same
-Python object becomes one without memory (`capture.elsewhere`). A parameter that no stage reads stays on every rank.
+Python object becomes one without memory (`capture.elsewhere`). A parameter that the planned graph does not read (a head
+for another task, a layer that was skipped) stays on every rank until another graph reads it.
 """
 
 from __future__ import annotations
@@ -27,15 +28,32 @@ class Placement:
         for stage in plan.stages:
             for name in stage.params:
                 self.stages_of[name] = (*self.stages_of.get(name, ()), stage.index)
-        self.ranks_of = {
-            name: tuple(sorted({plan.stage_ranks[s] for s in stages})) for name, stages in self.stages_of.items()
-        }
+        self._stage_ranks = plan.stage_ranks
         self.parameters = {n: t for n, t in states.items() if isinstance(t, nn.Parameter)}
         self.buffers = {n: t for n, t in states.items() if not isinstance(t, nn.Parameter)}
+        self._derive()
+
+    def _derive(self) -> None:
+        rank = self.rank
+        self.ranks_of = {
+            name: tuple(sorted({self._stage_ranks[s] for s in stages})) for name, stages in self.stages_of.items()
+        }
         self.own = {n: p for n, p in self.parameters.items() if rank in self.ranks_of.get(n, (rank,))}
         self.placed = {n: p for n, p in self.own.items() if n in self.ranks_of}
         self.placed_buffers = {n: b for n, b in self.buffers.items() if rank in self.ranks_of.get(n, ())}
         self.shared = {n: p for n, p in self.placed.items() if len(self.ranks_of[n]) > 1}
+
+    def add(self, stages_of: Mapping[str, tuple[int, ...]], give_up: Callable[[str, nn.Parameter], None]) -> bool:
+        """Another graph reads parameters and buffers in these stages: place those that have no place yet, if any."""
+        new = {name: stages for name, stages in stages_of.items() if name not in self.stages_of}
+        if not new:
+            return False
+        self.stages_of.update(new)
+        self._derive()
+        for name in new:
+            if name in self.parameters and name not in self.own:
+                give_up(name, self.parameters[name])
+        return True
 
     def owner(self, name: str) -> int:
         """The rank that answers for a parameter or buffer."""
