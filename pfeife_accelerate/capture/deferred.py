@@ -190,9 +190,8 @@ def _backward(
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     if gradient is not None and loss.record.fake.numel() != 1:  # a sum over the batch, as far as gradients go
         return _backward(torch.mul(loss, gradient).sum(), None, retain_graph)  # type: ignore[func-returns-value]
-    for leaf in leaves_of(loss):
-        return leaf.resolver.backward(loss, resolved(gradient), bool(retain_graph))
-    raise PfeifeError(id="PF503", what="the loss does not depend on any pipelined model", where=script_line())
+    leaf = next(leaves_of(loss))  # every deferred tensor depends on one
+    leaf.resolver.backward(loss, resolved(gradient), bool(retain_graph))
 
 
 def leaves_of(tensor: Deferred) -> Iterator[Leaf]:

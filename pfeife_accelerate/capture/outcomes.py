@@ -18,7 +18,6 @@ from pfeife_accelerate.capture import torch_functions as known
 from pfeife_accelerate.capture.elsewhere import ParameterElsewhere
 from pfeife_accelerate.capture.torch_functions import mapped
 from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, pytree, storage_id
-from pfeife_accelerate.errors import PfeifeError
 
 _USUAL = (torch.Tensor, torch.nn.Parameter, FakeTensor, ParameterElsewhere)
 
@@ -200,11 +199,4 @@ def _result(leaf: Any, twins: list[torch.Tensor]) -> Result:
 
 def fake_twin(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor for a real one of an unusual kind."""
-    if isinstance(tensor, FakeTensor):
-        raise PfeifeError(
-            id="PF523",
-            what="a function was given the outputs of a pipelined model both as arguments and by its surroundings",
-            why="its arguments are stand-ins while its shape is worked out, and what it takes from outside is not",
-            hints=("pass every output of the model to it as an argument",),
-        )
     return FAKE_MODE.from_tensor(tensor, static_shapes=True)

@@ -26,7 +26,7 @@ from pfeife_accelerate.capture.outcomes import (
 from pfeife_accelerate.capture.records import Operation, PipelinedCall, Record, value_of
 from pfeife_accelerate.capture.script import script_line
 from pfeife_accelerate.capture.torch_functions import mapped
-from pfeife_accelerate.compat import make_wrapper, pytree
+from pfeife_accelerate.compat import FakeTensor, make_wrapper, pytree
 from pfeife_accelerate.errors import PfeifeError
 
 
@@ -126,10 +126,7 @@ def _outcome(
 ) -> tuple[Outcome, Any, known.Draw | None]:
     """What the call returns; its real results if it had to run to tell; how its random numbers can be drawn again."""
     device = next(t.record.fake.device for t in tensors if isinstance(t, Deferred))
-    metadata = [
-        t.record.metadata or t.record.fake if isinstance(t, Deferred) else Metadata.of(t) or fake_twin(t)
-        for t in tensors
-    ]
+    metadata = [_described(t) for t in tensors]
     try:
         outcome = outcome_of(func, args, kwargs, metadata)
     except NeedsData:
@@ -141,6 +138,21 @@ def _outcome(
         return outcome, None, _drawn(func, args, kwargs, device) if outcome.draws else None
     real, draw = _run_for_real(func, args, kwargs, device)
     return _outcome_of_real(real, args, kwargs), real, draw
+
+
+def _described(tensor: torch.Tensor) -> Metadata | torch.Tensor:
+    """What is known of an argument without its data: its metadata, or a fake tensor for one of an unusual kind."""
+    if isinstance(tensor, Deferred):
+        return tensor.record.metadata or tensor.record.fake
+    if isinstance(tensor, FakeTensor):
+        raise PfeifeError(
+            id="PF523",
+            what="a function was given the outputs of a pipelined model both as arguments and by its surroundings",
+            where=script_line(),
+            why="its arguments are stand-ins while its shape is worked out, and what it takes from outside is not",
+            hints=("pass every output of the model to it as an argument",),
+        )
+    return Metadata.of(tensor) or fake_twin(tensor)
 
 
 def _made(operation: Operation, index: int, result: Result, value: Any, tensors: list[Any]) -> Any:

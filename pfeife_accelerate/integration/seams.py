@@ -114,6 +114,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     Seam(
         owner=_ACCELERATOR,
+        name="backward",
+        hook=f"{_TRAINING}:backward",
+        signature="(self, loss, **kwargs)",
+        when=SeamGroup.ACTIVE,
+    ),
+    Seam(
+        owner=_ACCELERATOR,
         name="save_model",
         hook="pfeife_accelerate.integration.state:save_model",
         signature="(self, model, save_directory, ...)",

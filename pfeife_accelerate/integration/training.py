@@ -1,4 +1,4 @@
-"""Hooks on Accelerate's training calls: preparing models."""
+"""Hooks on Accelerate's training calls: preparing models, `backward`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pfeife_accelerate import session
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.integration.alignment import align_generators, align_states
 from pfeife_accelerate.integration.facade import pipelined
+from pfeife_accelerate.session.call import refuse_second_backward
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -38,7 +39,6 @@ def prepare_model(
     models = accelerator._models
     if any(model is known for known in models):
         return model
-    models.append(model)
     precision = accelerator.mixed_precision
     if precision not in ("no", *_DTYPES):
         raise PfeifeError(
@@ -51,4 +51,11 @@ def prepare_model(
         device = torch.device("cpu")  # accelerate says cpu:0 where it counts processes, tensors say cpu
     autocast = (device.type, _DTYPES[precision]) if precision in _DTYPES else None
     align_states(model)
+    models.append(model)
     return pipelined(model, device, autocast)
+
+
+def backward(original: Callable[..., None], accelerator: Any, loss: Any, **kwargs: Any) -> None:
+    """Hook of `Accelerator.backward`, which divides the loss first: a used one would then be a plain number."""
+    refuse_second_backward(loss)
+    original(accelerator, loss, **kwargs)

@@ -8,11 +8,11 @@ needs them.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, assert_never, final
+from typing import Any, final
 
 import torch
 
-from pfeife_accelerate.errors import InternalError
+from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Action, ActionKind
 from pfeife_accelerate.ir.program import InputKind
 from pfeife_accelerate.ir.seeds import derived_seed
@@ -68,7 +68,7 @@ class _Run:
                 case ActionKind.RECV_B:
                     self.post_gradients(action)
                 case ActionKind.INPUT_GRADIENT | ActionKind.WEIGHT_GRADIENT:
-                    raise InternalError(id="PF421", what=f"{action}: split backward is not executed by this version")
+                    raise InternalError(id="PF423", what=f"{action}: split backward is not executed by this version")
                 case _:
                     assert_never(action.kind)
 

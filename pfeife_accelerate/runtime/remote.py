@@ -182,6 +182,10 @@ class ControlPlane:
             raise PfeifeError(id="PF411", what=what) from error
         except (OSError, EOFError) as error:
             self._raise_lost(rank, error)
+        except PfeifeError as error:
+            if error.id == "PF412":  # that rank has stopped, perhaps for a failure that this one is yet to hear of
+                self._check_after_news(lambda: rank in self._gone | self._ended)
+            raise
 
     # --- failure and end
 
@@ -282,12 +286,14 @@ class ControlPlane:
 
     def _raise_lost(self, rank: int, error: Exception) -> NoReturn:
         """Say why a connection broke: by the news of a failure if there is any."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._is_closed or rank in self._gone, _NEWS_TIMEOUT_S
-            )
-        self._check()
+        self._check_after_news(lambda: rank in self._gone)
         raise PfeifeError(id="PF412", what=f"rank {rank} has ended and can no longer be asked") from error
+
+    def _check_after_news(self, has_come: Callable[[], bool]) -> None:
+        """Raise for a failure, once it is known how another rank came to its end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._is_closed or has_come(), _NEWS_TIMEOUT_S)
+        self._check()
 
     # --- connections
 

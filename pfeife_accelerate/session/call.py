@@ -221,6 +221,12 @@ def _second_backward() -> PfeifeError:
     )
 
 
+def refuse_second_backward(loss: Any) -> None:
+    """Raises: PfeifeError PF506 for a loss through whose calls `backward` has gone, and freed their graphs."""
+    if isinstance(loss, DeferredTensor) and loss.record.fake.requires_grad and not loss.record.live:
+        raise _second_backward()
+
+
 def lonely_training_call() -> PfeifeError:
     """The error for a call in training that other ranks' scripts have passed by."""
     return PfeifeError(

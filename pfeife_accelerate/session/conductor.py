@@ -259,8 +259,8 @@ class Conductor:
             raise PfeifeError(
                 id="PF430",
                 what=f"rank {self.rank} has no call number {announcement.call} of the model",
-                why="the script called the model on some ranks of the pipeline and not on others",
-                hints=("call the model on all processes; only reading and saving may be done on one",),
+                why="the script called the model, or backward, on some ranks of the pipeline and not on others",
+                hints=("call both on all processes; only reading and saving may be done on one",),
             )
         return target
 

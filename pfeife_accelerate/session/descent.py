@@ -14,7 +14,7 @@ import torch
 
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf
 from pfeife_accelerate.capture.expression import Expression, extract
-from pfeife_accelerate.errors import InternalError
+from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.session.call import Call, InputLink, Progress, promised
 from pfeife_accelerate.session.losses import whole_batch_loss
 from pfeife_accelerate.session.outside import OutsideTensors
@@ -96,7 +96,13 @@ class _Descent:
     def _promise(self) -> None:
         scalars = self.direct[-1].scalars
         if scalars is None or len(scalars) != len(self.expression.scalars):
-            raise InternalError(id="PF505", what="ranks of the pipeline recorded different losses in one step")
+            raise PfeifeError(
+                id="PF505",
+                what="ranks of the pipeline recorded different losses in one step",
+                why=f"the last stage's rank computed {len(scalars or ())} one-element values on the way to its loss, "
+                f"and this rank's script has {len(self.expression.scalars)}",
+                hints=("write the same loss on all processes; only logging may be done on one",),
+            )
         promise(self.expression, scalars)
 
     # -------------------------------------------------------------------------------------------- the leading rank

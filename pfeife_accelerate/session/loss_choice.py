@@ -19,7 +19,6 @@ from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.log import get_logger, warn_once
 
 _LOG = get_logger(__name__)
-_MOST_KNOWN = 256
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,11 +52,12 @@ def refuse_loss_of_inputs(captured: CapturedCall) -> None:
     """
     graph = captured.graph
     for link in captured.links:
-        node = graph.placeholders[link.index].node
+        node, argument = graph.placeholders[link.index].node, captured.arguments[link.index]
         if any(user in graph.tail or user in graph.prologue for user in node.users):
             raise PfeifeError(
                 id="PF511",
-                what=f"the model's own loss reads the argument {node.name} directly, and a gradient must flow into it",
+                what="the model's own loss reads one of its arguments directly, and a gradient must flow into it "
+                f"(shape {tuple(argument.shape)}, {argument.dtype})",
                 why="gradients reach arguments through the model's stages, not through its loss",
                 hints=("compute this loss term outside the model", "pass the argument detached"),
             )

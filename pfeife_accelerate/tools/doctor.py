@@ -161,9 +161,7 @@ def _exchange(port: int, rank: int, *, rounds: int = 200) -> float:
     elapsed_s = time.perf_counter() - start_s
     expected = 2.0 * (rounds + 1) - (rank == 1)
     if not torch.equal(tensor, torch.full((64,), expected)):
-        raise PfeifeError(
-            id="PF130", what=f"rank {rank} received {tensor[0].item()}, expected {expected}", where="self-test"
-        )
+        raise PfeifeError(id="PF130", what=f"rank {rank} received {tensor[0].item()}, expected {expected}")
     dist.barrier()
     dist.destroy_process_group()
     return elapsed_s / rounds / 2

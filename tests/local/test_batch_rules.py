@@ -94,6 +94,23 @@ def test_an_argument_that_nothing_ties_to_the_batch_is_said_and_can_be_declared(
     assert declared.graph.refusal is None and declared.doubts == ()
 
 
+class TwoResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, times):
+        return self.layer(x), times * 2
+
+
+def test_a_vector_as_long_as_the_batch_that_nothing_ties_to_it_is_said():
+    call = capture(TwoResults(), torch.randn(6, 8), torch.randn(6))
+    assert call.graph.refusal is None
+    (doubt,) = call.doubts
+    assert doubt.startswith("it is assumed that 'times' (shape (6,)) has a value for each row of the batch")
+    assert "set the option batch_dims" in doubt
+
+
 class SequenceFirst(nn.Module):
     """A transformer layer on (length, batch, width)."""
 

@@ -742,6 +742,21 @@ def test_a_custom_backward_is_refused_not_lost(function, use):
         use(function.apply(Pipeline(logits()).output))
 
 
+def test_what_backward_cannot_do_is_refused():
+    for how in ({"create_graph": True}, {"inputs": [torch.ones(1)]}):
+        with pytest.raises(PfeifeError, match=r"PF502 backward\(create_graph=True\)(.|\n)*test_deferred.py"):
+            Pipeline(logits()).output.mean().backward(**how)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda a, out: (a * out).sum(-1), lambda a, out: (a + 0j).conj().mul(out).abs().sum(-1)]
+)
+def test_a_function_given_outputs_as_arguments_and_from_outside_is_refused(use):
+    out = Pipeline(logits()).output
+    with pytest.raises(PfeifeError, match=r"PF523 a function was given the outputs(.|\n)*test_deferred.py"):
+        F.triplet_margin_with_distance_loss(out, TARGET, -TARGET, distance_function=lambda a, b: use(a - b, out))
+
+
 @pytest.fixture
 def recorded_functions():
     """The seam that lets custom functions be recorded."""

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.tools import doctor
 from tests.launching import run_command
 
 pytestmark = pytest.mark.local
@@ -40,8 +42,13 @@ def test_version():
 
 
 def test_self_test_gives_up_at_the_limit():
-    from pfeife_accelerate.tools.doctor import self_test
-
-    result = self_test(limit_s=0.01)
+    result = doctor.self_test(limit_s=0.01)
     assert not result.passed
     assert "no answer within" in result.message
+
+
+def test_a_self_test_that_receives_something_else_says_what(monkeypatch):
+    for name in ("init_process_group", "send", "recv"):  # a connection that delivers nothing
+        monkeypatch.setattr(doctor.dist, name, lambda *_, **__: None)
+    with pytest.raises(PfeifeError, match=r"PF130 rank 0 received 0\.0, expected 8\.0$"):
+        doctor._exchange(0, 0, rounds=3)

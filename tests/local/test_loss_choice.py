@@ -66,3 +66,13 @@ def test_a_loss_that_was_used_last_is_kept(monkeypatch):
     for i in range(4):
         chooser.choose(extract(F.softplus(deferred(X), beta=1 + i).mean()), B, 2)
         assert chooser.choose(extract(deferred(X).mean()), B, 2) is often
+
+
+def test_a_loss_that_mixes_rows_is_said_once_with_its_line(caplog):
+    chooser = LossChooser()
+    for _ in range(2):
+        choice = chooser.choose(extract((deferred(X).mean(0) ** 2).sum().sqrt()), B, 2)
+        assert not choice.separable and choice.split is None
+    (message,) = [m for m in caplog.messages if "the loss does not separate over micro-batches" in m]
+    assert "because of" in message and "test_loss_choice.py:" in message
+    assert "Gradients are exact" in message

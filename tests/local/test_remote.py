@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.runtime import remote
+from pfeife_accelerate.runtime import remote, tensor_server
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.runtime.wire import local_address
 
@@ -121,6 +121,20 @@ def test_what_is_not_there_is_refused_with_its_name(planes):
     with pytest.raises(PfeifeError, match=r"PF410 rank 1 has no parameters 'layer.weight'"):
         planes[0].fetch_many(1, "parameters", ["scalar", "layer.weight"])
     assert planes[0].fetch(1, "parameters", "scalar") == 3.5
+
+
+def test_the_answer_of_a_rank_that_has_stopped_waits_for_the_news_why(planes):
+    planes[1].serve("parameters", TENSORS.get)
+    planes[1]._server.stop()
+    threading.Timer(0.2, lambda: planes[2].report_failure("ValueError: boom")).start()
+    with pytest.raises(PfeifeError, match=r"PF420 stopped because rank 2 failed: ValueError: boom$"):
+        planes[0].fetch(1, "parameters", "scalar", clock=9)
+
+
+def test_a_kind_that_nobody_serves_is_refused_after_a_while(planes, monkeypatch):
+    monkeypatch.setattr(tensor_server, "_SERVE_TIMEOUT_S", 0.05)
+    with pytest.raises(PfeifeError, match="PF410 rank 1 serves no moods"):
+        planes[0].fetch(1, "moods", "today")
 
 
 def test_an_error_in_a_provider_reaches_the_rank_that_asked(planes):

@@ -5,6 +5,7 @@ What scripts see of it is among the fidelity cases (`scaler_*`), with processes.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,9 @@ class Rank:
 
     def parameters_counted_here(self) -> dict[int, bool]:
         return {id(parameter): True for parameter in self.parameters}
+
+    def only_own_gradients(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reduce(self, tensor: torch.Tensor, operation: Any) -> None:
         assert operation == torch.distributed.ReduceOp.MAX

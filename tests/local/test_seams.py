@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import types
 
@@ -192,5 +193,19 @@ def test_autoload_never_raises(monkeypatch):
     monkeypatch.delenv("PFEIFE_ENABLED", raising=False)
     _autoload.autoload()
     monkeypatch.setenv("PFEIFE_ENABLED", "true")
-    with pytest.warns(UserWarning, match="no hooks today"):
+    with pytest.warns(UserWarning, match=r"could not be loaded and does nothing: RuntimeError\('no hooks today'\)"):
         _autoload.autoload()
+
+
+def test_accelerate_works_on_where_a_seam_does_not_fit_and_no_pipeline_is_wanted(monkeypatch):
+    def unfit(*_):
+        raise PfeifeError(id="PF110", what="it has another signature")
+
+    monkeypatch.setattr(seams, "install", unfit)
+    for name in [name for name in os.environ if name.startswith("PFEIFE_")]:
+        monkeypatch.delenv(name)
+    with pytest.warns(UserWarning, match="pfeife_accelerate is not in force: PF110 it has another signature"):
+        _autoload._install_seams()
+    monkeypatch.setenv("PFEIFE_ENABLED", "true")
+    with pytest.raises(PfeifeError, match="PF110"):
+        _autoload._install_seams()

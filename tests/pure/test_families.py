@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.ir import ActionKind, ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.schedule import (
     Message,
@@ -13,6 +13,7 @@ from pfeife_accelerate.schedule import (
     build,
     build_for,
     chain_messages,
+    families,
     forward_only,
     gpipe,
     is_executable,
@@ -194,6 +195,12 @@ def test_build_for_always_finds_an_order_for_the_same_stages():
             assert schedule.num_microbatches == microbatches
             forwards = [a for actions in schedule.per_rank for a in actions if a.kind is ActionKind.FORWARD]
             assert len(forwards) == ranks * loops * microbatches
+
+
+def test_no_order_at_all_is_a_fault_of_the_package(monkeypatch):
+    monkeypatch.setattr(families, "is_executable", lambda *_: False)
+    with pytest.raises(InternalError, match="PF209 no order for 3 micro-batches"):
+        build_for(ScheduleSpec(family=ScheduleFamily.GPIPE, num_ranks=2, num_microbatches=2), 3)
 
 
 def test_build_for_nothing_is_refused():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec, Slicing
 from pfeife_accelerate.planner import (
     SearchOptions,
@@ -10,6 +10,7 @@ from pfeife_accelerate.planner import (
     message_bytes_of,
     messages_of,
     peak_memory,
+    search,
     simulate,
     stage_costs,
 )
@@ -111,6 +112,12 @@ def test_an_order_that_deadlocks_is_drawn_not_planned(chain, costs, machine):
     options = SearchOptions(schedule="looped", num_loops=3, microbatches_per_loop=4, prefetch_forwards=3)
     with pytest.raises(PfeifeError, match=r"PF204 schedule deadlocks(.|\n)*<- here"):
         make_plan(chain(12), costs([1.0] * 12), machine(), 4, 5, options)
+
+
+def test_orders_refused_that_can_run_are_a_fault_of_the_package(chain, costs, machine, monkeypatch):
+    monkeypatch.setattr(search, "is_executable", lambda *_: False)
+    with pytest.raises(InternalError, match=r"PF311 an order was refused that can run(.|\n)*where(.|\n)*num_ranks=2"):
+        make_plan(chain(8), costs([1.0] * 8), machine(), 2, 4)
 
 
 def test_memory_forbids_what_would_be_faster(chain, costs, machine):
