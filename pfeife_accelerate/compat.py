@@ -280,7 +280,9 @@ def graph_break_reasons(since: int = 0) -> list[str]:
     found = []
     for broken in reversed(torch._dynamo.utils.graph_break_reasons[since:]):
         reason = (str(broken.reason).strip() or "graph break").splitlines()[0]
-        place = broken.user_stack[-1] if broken.user_stack else None
+        # Where the model's Python runs under our own function mode, the innermost frame is ours.
+        stack = [frame for frame in broken.user_stack if "pfeife_accelerate" not in frame.filename]
+        place = stack[-1] if stack else None
         found.append(reason if place is None else f"{place.filename}:{place.lineno}: {place.line} ({reason})")
     return list(dict.fromkeys(found))
 

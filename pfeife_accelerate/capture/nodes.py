@@ -102,7 +102,8 @@ def is_noise(node: fx.Node) -> bool:
 
 def source_line(node: fx.Node) -> str | None:
     """`file:line in function: code` of the model's source line that made the node, if known."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    found = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in found if not frame["file"].endswith("pfeife_accelerate/capture/eager_ops.py")]
     if not frames:
         return None
     frame = frames[-1]

@@ -63,6 +63,7 @@ def follow(
 ) -> tuple[int, ...]:
     """Cuts for `graph` that keep every operation with parameters on a stage that holds them.
 
+    A stage without operations is a last resort: for a graph that uses few of the parameters.
     Raises: PfeifeError PF221 if the order of the operations makes that impossible.
     """
     last_before = [0] * num_stages  # first legal position of cut k: after the last operation bound to a stage < k
@@ -82,12 +83,18 @@ def follow(
             else:
                 first_after[k] = min(first_after[k], index)
     cuts: list[int] = []
+    end = len(graph.ops)
     for k in range(1, num_stages):
-        low = max(last_before[k], cuts[-1] + 1 if cuts else 1)
-        legal = [p for p in range(low, first_after[k] + 1) if p < len(graph.ops) and graph.cut_allowed[p]]
+        before = cuts[-1] if cuts else 0
+        legal = [
+            p
+            for p in range(max(last_before[k], before), first_after[k] + 1)
+            if p in (before, end) or graph.cut_allowed[p]
+        ]
         if not legal:
-            raise _cannot_follow(graph.ops[min(low, len(graph.ops) - 1)])
-        cuts.append(min(legal, key=lambda p: (op_graph.crossing_bytes[p], p)))
+            raise _cannot_follow(graph.ops[min(last_before[k], end - 1)])
+        crossing = {p: op_graph.crossing_bytes[p] if p < end else 0 for p in legal}
+        cuts.append(min(legal, key=lambda p: (p in (before, end), crossing[p], p)))
     return tuple(cuts)
 
 

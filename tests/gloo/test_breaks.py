@@ -16,9 +16,12 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).parents[1] / "scripts" / "breaks_run.py"
 LIMIT_S = 400
 
-JOINED = ("graph break", "print and logger", "skipped helper", "many pieces", "tied", "loss inside", "rows in Python")
-WHOLE = ("branch", "item", "picked rows", "lstm", "gru")
-ON_THREE = ("graph break", "many pieces", "lstm")
+JOINED = (
+    "graph break", "print and logger", "skipped helper", "many pieces", "tied", "loss inside", "rows in Python",
+    "branch", "item",
+)  # fmt: skip
+WHOLE = ("picked rows", "lstm", "gru")
+ON_THREE = ("graph break", "many pieces", "branch", "lstm")
 
 
 class Runs:
@@ -78,11 +81,10 @@ def test_losses_gradients_and_state_are_those_of_one_process(runs, size, name):
 
 
 def test_each_model_that_is_not_pipelined_is_told_once_with_its_line(runs):
-    runs.ranks("branch", 2)
+    runs.ranks("picked rows", 2)
     error = runs.errors[2]
     assert error.count("is not pipelined: every process of a pipeline trains the whole model by itself") == len(WHOLE)
-    for line in ("if h.sum() > 0:", ".mean().item())", "[(h.sum(-1) > 0).flatten()]"):
-        assert line in error
+    assert "[(h.sum(-1) > 0).flatten()]" in error
     assert error.count("on_capture_failure: error, to refuse such a model") == len(WHOLE)
     assert "a size of the batch passes through Python code between two captured pieces" in error
 
@@ -104,7 +106,7 @@ class Branching(nn.Module):
 
     def forward(self, x, branch=True):
         h = self.first(x)
-        if branch and h.sum() > 0:
+        if branch and len(h[h.sum(-1) > 0]) > len(h) / 2:
             return self.often(h)
         if branch:
             return self.seldom(h)
@@ -177,7 +179,7 @@ def test_a_branch_that_is_first_met_later_can_be_evaluated_and_not_trained():
     assert result.lines("evaluated") == ["evaluated 0", "evaluated 1"], result.report()
     assert result.returncode not in (0, None)
     assert "PF510 Branching cannot be captured: earlier calls could be" in result.stderr
-    assert "if branch and h.sum() > 0:" in result.stderr
+    assert "if branch and len(h[h.sum(-1) > 0]) > len(h) / 2:" in result.stderr
     assert result.stderr.count("an evaluation is run on the whole model") == 1
 
 
@@ -241,4 +243,4 @@ def test_refusal_can_be_asked_for():
     result = run_fault("none", PFEIFE_ON_CAPTURE_FAILURE="error")
     assert result.returncode not in (0, None)
     assert "PF510 Branching cannot be captured" in result.stderr
-    assert "if branch and h.sum() > 0:" in result.stderr
+    assert "if branch and len(h[h.sum(-1) > 0]) > len(h) / 2:" in result.stderr
