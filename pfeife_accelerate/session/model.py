@@ -334,7 +334,7 @@ class PipelinedModel:
         call.seed = announcement.seed
         if run is not Run.BACKWARD:
             call.begin(announcement.request, announcement.guess)
-            self.own_gradients.forget()
+            self.own_gradients.forget(call.number)
             call.staged = self.programs.staged(call.graph, self.cuts(call), needed)
             call.loss_values = announcement.loss_values
             call.state = StepState(number)
