@@ -28,6 +28,7 @@ from pfeife_accelerate.runtime import failure
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.mesh import MeshShape, PipelineMesh, build_mesh, use_pipelines_as_world
 from pfeife_accelerate.runtime.remote import ControlPlane
+from pfeife_accelerate.runtime.tensor_server import TooEarly
 from pfeife_accelerate.runtime.transport import DistributedTransport
 from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
@@ -223,11 +224,16 @@ class Session:
 
     def _give_gradient(self, key: str) -> torch.Tensor:
         index, _, name_and_edits = key.partition("/")
-        return self.models[int(index)].own_gradients.give(name_and_edits)
+        return self._model_numbered(index).own_gradients.give(name_and_edits)
 
     def _give_state(self, key: str) -> torch.Tensor | None:
         index, _, name = key.partition("/")
-        return self.models[int(index)].states.get(name)
+        return self._model_numbered(index).states.get(name)
+
+    def _model_numbered(self, index: str) -> PipelinedModel:
+        if int(index) >= len(self.models):
+            raise TooEarly(f"model number {index} is still being placed")  # another rank was faster
+        return self.models[int(index)]
 
 
 class _Holder:
