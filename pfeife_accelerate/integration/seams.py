@@ -65,9 +65,9 @@ def _view(owner: str, name: str, hook: str, signature: str) -> Seam:
     return Seam(owner=owner, name=name, hook=f"{_VIEW}:{hook}", signature=signature, when=SeamGroup.ACTIVE)
 
 
-def _trainer(owner: str, name: str, when: SeamGroup) -> Seam:
+def _trainer(owner: str, name: str, when: SeamGroup, signature: str = "(self)") -> Seam:
     hook = f"pfeife_accelerate.integration.trainer:{name}"
-    return Seam(owner=owner, name=name, hook=hook, signature="(self)", when=when)
+    return Seam(owner=owner, name=name, hook=hook, signature=signature, when=when)
 
 
 SEAMS: Final[tuple[Seam, ...]] = (
@@ -171,6 +171,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         when=SeamGroup.TORCH,
     ),
     _trainer("transformers.trainer:Trainer", "is_world_process_zero", SeamGroup.TRAINER),
+    _trainer("transformers.trainer:Trainer", "save_model", SeamGroup.TRAINER, "(self, output_dir, _internal_call)"),
     _trainer("transformers.training_args:TrainingArguments", "should_save", SeamGroup.ARGUMENTS),
     _trainer("transformers.training_args:TrainingArguments", "should_log", SeamGroup.ARGUMENTS),
 )

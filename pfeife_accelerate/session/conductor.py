@@ -122,6 +122,11 @@ class Conductor:
         made: dict[str, Any] = {"made": number, "rank": self.control.rank, "training": training}
         self.control.post([self._leader], _TO_LEADER, made)
 
+    @property
+    def last_number(self) -> int:
+        """Number of the last call that this rank's script has made."""
+        return self._next_number
+
     def next_number(self) -> int:
         """Number of the next call: the same on all ranks of the pipeline."""
         self._next_number += 1

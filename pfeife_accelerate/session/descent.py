@@ -73,7 +73,7 @@ class _Descent:
         for model in {id(call.resolver): call.resolver for call in self.calls}.values():
             if model.synchronises and self.session.synchronises():
                 model.gradients.synchronise(self.session)
-            model.own_gradients.note_backward()
+            model.own_gradients.note_backward(self.conductor.last_number)
             model.elsewhere.note_backward()
         self.session.control.advance_clock()  # what others ask for from here on waits for it
 

@@ -111,9 +111,10 @@ class ValuesElsewhere:
     def gradient(self, name: str, edits: int) -> torch.Tensor:
         """A copy of the gradient on the device, from its owner."""
         session = self.model.session
-        key = f"{session.models.index(self.model)}/{name}/{edits}"
+        own = self.model.own_gradients
+        key = f"{session.models.index(self.model)}/{name}/{own.num_backwards}/{edits}"
         with session.control.busy():
-            self.model.own_gradients.keep_copies()
+            own.keep_copies()
         with torch.inference_mode(False), torch.no_grad():
             value = session.control.fetch(self.rank_of(name), "gradient", key, clock=session.control.clock)
             return value.to(self.device, self._parameters[name].dtype)

@@ -34,12 +34,12 @@ class GradientBook:
         self._buffers_were = digests(self.placement.placed_buffers.values())
 
     @contextmanager
-    def collecting(self, call: Call, session: Session, request: int, *, on_trial: bool) -> Iterator[None]:
+    def collecting(self, call: Call, session: Session, request: int, *, may_be_wrong: bool) -> Iterator[None]:
         """Around a schedule with backwards: then `.grad` is whole, or `call.held_gradients` if the script has not
-        asked for this backward yet, or if it is on trial.
+        asked for this backward yet, or if its result may have to be dropped (a guess, a loss on trial).
         """
         own, shared = self.placement.placed, self.placement.shared
-        held = on_trial or call.asked <= request
+        held = may_be_wrong or call.asked <= request
         aside = {name: p.grad for name, p in own.items() if held or name in shared}
         for name in aside:
             own[name].grad = None

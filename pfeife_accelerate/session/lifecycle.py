@@ -28,10 +28,11 @@ from pfeife_accelerate.runtime import failure
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.mesh import MeshShape, PipelineMesh, build_mesh, use_pipelines_as_world
 from pfeife_accelerate.runtime.remote import ControlPlane
+from pfeife_accelerate.runtime.tensor_server import TooEarly
 from pfeife_accelerate.runtime.transport import DistributedTransport
 from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
-from pfeife_accelerate.session.optimizer_state import OptimizerStates, refuse_sums_over_all
+from pfeife_accelerate.session.optimizer_state import OptimizerStates
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.call import Call
@@ -166,7 +167,9 @@ class Session:
 
         Returns: the step's arguments, if other ones are to be used.
         """
-        refuse_sums_over_all(optimizer)
+        if self.optimizers.is_trying:
+            return None
+        self.optimizers.refuse_mixing(optimizer)
         self.settle()
         self._hold()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -178,6 +181,8 @@ class Session:
 
     def move_on(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """After an optimizer step. A rank may step an optimizer of its own, which the others never do."""
+        if self.optimizers.is_trying:
+            return
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_shared = any(id(parameter) in self._parameter_ids for parameter in parameters)
         if is_shared:
@@ -223,11 +228,16 @@ class Session:
 
     def _give_gradient(self, key: str) -> torch.Tensor:
         index, _, name_and_edits = key.partition("/")
-        return self.models[int(index)].own_gradients.give(name_and_edits)
+        return self._model_numbered(index).own_gradients.give(name_and_edits)
 
     def _give_state(self, key: str) -> torch.Tensor | None:
         index, _, name = key.partition("/")
-        return self.models[int(index)].states.get(name)
+        return self._model_numbered(index).states.get(name)
+
+    def _model_numbered(self, index: str) -> PipelinedModel:
+        if int(index) >= len(self.models):
+            raise TooEarly(f"model number {index} is still being placed")  # another rank was faster
+        return self.models[int(index)]
 
 
 class _Holder:

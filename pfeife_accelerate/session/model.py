@@ -326,7 +326,7 @@ class PipelinedModel:
         call.seed = announcement.seed
         if run is not Run.BACKWARD:
             call.begin(announcement.request, announcement.guess)
-            self.own_gradients.forget()
+            self.own_gradients.forget(call.number)
             if run is not Run.EVALUATE:
                 self.cuts.place(call)
             call.staged = self.programs.staged(call.graph, self.cuts.of(call), needed)
@@ -353,8 +353,10 @@ class PipelinedModel:
         """Around a schedule: where gradients go, and the buffers that it is to find."""
         with ExitStack() as stack:
             if announcement.run in (Run.PLANNED, Run.BACKWARD):
-                request, on_trial = announcement.request, announcement.on_trial
-                stack.enter_context(self.gradients.collecting(call, self.session, request, on_trial=on_trial))
+                # Another rank may have read a value, and a loss been guessed, when this rank's script is in `backward`.
+                may_be_wrong = announcement.on_trial or announcement.guess is not None
+                request = announcement.request
+                stack.enter_context(self.gradients.collecting(call, self.session, request, may_be_wrong=may_be_wrong))
             if announcement.run in (Run.PLANNED, Run.FORWARD):
                 stack.enter_context(as_the_first_time(call, self.placement.placed_buffers))
             yield

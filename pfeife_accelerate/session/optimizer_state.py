@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.log import get_logger, warn_once
+from pfeife_accelerate.session.optimizer_trial import mixes_parameters
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
     from pfeife_accelerate.session.model import PipelinedModel
+
+_LOG = get_logger(__name__)
 
 
 class OptimizerStates:
@@ -25,6 +30,9 @@ class OptimizerStates:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._tried: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self.is_trying = False
+        """Whether the optimizer that steps now is a twin that nobody else knows."""
         session.control.serve("optimizer entries", self._give_entries)
         session.control.serve("optimizer tensor", self._give_tensor)
 
@@ -42,6 +50,36 @@ class OptimizerStates:
         """Free the state of parameters that have just been placed on other ranks."""
         for optimizer in self._optimizers:
             _forget_elsewhere(optimizer)
+
+    def refuse_mixing(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise for optimizers whose step for one parameter depends on all of them, if these live on several ranks."""
+        refuse_sums_over_all(optimizer)
+        if optimizer in self._tried or not self.session.models:
+            return
+        self._tried.add(optimizer)
+        if self._mixes(optimizer) and len(self._owners(optimizer)) > 1:
+            raise _depends_on_all(type(optimizer).__name__)
+
+    def _mixes(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.is_trying = True
+        try:
+            return mixes_parameters(optimizer)
+        except Exception as error:  # whatever a script's own optimizer does with parameters that it does not expect
+            name = type(optimizer).__name__
+            warn_once(
+                _LOG,
+                f"optimizer {name}",
+                f"{name} is taken to treat each parameter by itself; that could not be tried out: "
+                f"{type(error).__name__}: {error}",
+            )
+            return False
+        finally:
+            self.is_trying = False
+
+    def _owners(self, optimizer: torch.optim.Optimizer) -> set[int | None]:
+        """Ranks that have the parameters; None stands for every rank."""
+        found = [self._model_and_name(p) for group in optimizer.param_groups for p in group["params"]]
+        return {None if place is None else place[0].placement.owner(place[1]) for place in found}
 
     def _complete(self, index: int, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = dict(state_dict["state"])
@@ -118,9 +156,16 @@ def refuse_sums_over_all(optimizer: torch.optim.Optimizer) -> None:
     found = next((name for name in names if name.startswith(_SUMS_OVER_ALL)), None)
     if found is None or not any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
         return
-    raise PfeifeError(
+    raise _depends_on_all(found)
+
+
+def _depends_on_all(name: str) -> PfeifeError:
+    return PfeifeError(
         id="PF528",
-        what=f"the optimizer {found} cannot train a pipelined model",
+        what=f"the optimizer {name} cannot train a pipelined model",
         why="its step for one parameter depends on the gradients of all, and each rank has those of its own stages",
-        hints=("use an optimizer that treats each parameter by itself: SGD, Adam, AdamW, Adafactor, Lion, ...",),
+        hints=(
+            "use an optimizer that treats each parameter by itself: SGD, Adam, AdamW, Adafactor, Lion, ...",
+            "if it limits the norm of all gradients, switch that off and call accelerator.clip_grad_norm_ before",
+        ),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from fidelity_kit import Run, case
+from fidelity_kit import Run, case, late
 from fidelity_models import Encoder
 from torch import nn
 
@@ -150,3 +150,30 @@ def embeddings_looked_up_by_the_script(run: Run) -> None:
         batch = training.batch()
         batch["inputs_embeds"] = training.model.get_input_embeddings()(batch.pop("input_ids"))
         training.step(batch)
+
+
+@case(ranks=(2, 3))
+def gradients_of_two_losses_read_by_hand(run: Run) -> None:
+    """Each loss's own gradient, by `retain_graph` and zeroing, as in gradient surgery, read late by slow ranks."""
+    training = run.module(nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)]))
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(4):
+        x = torch.randn(8, 6, generator=generator, dtype=run.dtype)
+        losses = _two_losses(training.model, x)
+        found = []
+        for loss, retain in zip(losses, (True, False), strict=True):
+            run.accelerator.backward(loss, retain_graph=retain)
+            if not run.is_last:
+                late(0.1)
+            found.append([p.grad.clone() for p in training.model.parameters()])
+            training.optimizer.zero_grad()
+        run.record("products", [float((a * b).sum()) for a, b in zip(*found, strict=True)])
+        loss = sum(_two_losses(training.model, x))
+        run.accelerator.backward(loss)
+        training.update(loss)
+
+
+def _two_losses(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same two losses."""
+    outputs = model(x)
+    return outputs.square().mean(), (outputs - x).abs().mean()

@@ -221,3 +221,33 @@ def evaluation_without_no_grad_read_on_main(run: Run) -> None:
     if run.is_main:
         run.record("total", total)
     training.step(training.batch())
+
+
+def _another_loss_each_step(reads: Callable[[Run], bool]) -> Body:
+    def body(run: Run) -> None:
+        training = run.prepare("encoder", rate=0.1)
+        for step in range(4):
+            batch = training.batch()
+            _, loss = training.forward(batch)
+            if step and reads(run):
+                late()  # the others are in `backward` meanwhile
+                run.record("early", loss.item())
+            training.step_number = 0
+            training.backward(loss / (2 + step))
+            training.update(loss)
+
+    return body
+
+
+for _who in ("on_main", "on_last"):
+    add(
+        Case(
+            name=f"another_loss_than_the_one_guessed_read_early_{_who}",
+            exercises="the factor of the loss changes at each step, after a read before backward",
+            body=_another_loss_each_step(READERS[_who]),
+            plain=f"another_loss_than_the_one_guessed_read_early_{_who}",
+            model="encoder",
+            ranks=(2, 3),
+            options={**ONE_F_ONE_B, "num_microbatches": 4},
+        )
+    )
