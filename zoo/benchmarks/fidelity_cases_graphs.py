@@ -31,11 +31,11 @@ class Checkpointed(nn.Module):
         return x
 
 
-def _fit(run: Run, module: nn.Module, steps: int = 3) -> None:
+def _fit(run: Run, module: nn.Module, steps: int = 3, scales: tuple[float, ...] = (1.0,)) -> None:
     training = run.module(module)
     generator = torch.Generator().manual_seed(5)
-    for _ in range(steps):
-        x, y = torch.randn(2, 8, 16, generator=generator, dtype=run.dtype)
+    for step in range(steps):
+        x, y = torch.randn(2, 8, 16, generator=generator, dtype=run.dtype) * scales[step % len(scales)]
         loss = F.mse_loss(training.model(x), y)
         training.backward(loss)
         training.record_gradients()
@@ -101,16 +101,45 @@ class Breaking(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states."""
         x = self.first(x)
-        if float(x.detach().abs().sum()) > 1e9:
+        if float(x.detach().abs().mean()) > 0.18:
             x = self.other(x)
         return self.second(x)
 
 
-@case(loss="mse")
+@case(loss="mse", ranks=(2, 3))
 def control_flow_by_values(run: Run) -> None:
-    """A branch on a value in the middle of forward."""
+    """A branch on a value in the middle of forward, taken in some steps; in it a layer of its own."""
     torch.manual_seed(0)
-    _fit(run, Breaking())
+    module = Breaking()
+    _fit(run, module, steps=6, scales=(0.1, 3.0, 0.1))
+    run.record("state", [value.clone() for value in module.state_dict().values()])
+
+
+class TwoHeads(nn.Module):
+    """One body, and a head for each of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = Encoder(), nn.Linear(16, 4), Encoder(depth=2)
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        """What the task asks for."""
+        return self.second(self.body(x)) if task else self.first(self.body(x))
+
+
+@case(loss="mean of squares, two tasks", ranks=(2, 3))
+def heads_in_turn(run: Run) -> None:
+    """The second task's head is not used in the step that the plan is made for; the norm is over both heads."""
+    torch.manual_seed(0)
+    training = run.module(TwoHeads())
+    generator = torch.Generator().manual_seed(5)
+    for step in range(5):
+        loss = training.model(torch.randn(8, 16, generator=generator, dtype=run.dtype), step % 2).square().mean()
+        training.backward(loss)
+        training.record_gradients()
+        run.record("norm", run.accelerator.clip_grad_norm_(training.model.parameters(), 0.1))
+        training.update(loss)
+    run.record("state", [value.clone() for value in training.model.state_dict().values()])
 
 
 class Recurrent(nn.Module):
