@@ -75,7 +75,7 @@ class _Descent:
                 model.gradients.synchronise(self.session)
             model.own_gradients.note_backward(self.conductor.last_number)
             model.elsewhere.note_backward()
-        self.session.control.advance_clock()  # what others ask for from here on waits for it
+        self.session.tick()  # what others ask for from here on waits for it
 
     def _follow(self) -> None:
         for call in self.calls:

@@ -156,6 +156,9 @@ class ValuesElsewhere:
         last = self._last_read.get(owner, -_MAX_SKIPPED)
         self._last_read[owner] = index
         if name not in self._ahead:
+            session = self.model.session
+            with session.control.busy():
+                session.hand_changes.keep_copies(session.models)
             wanted = [name]
             if last < index <= last + _MAX_SKIPPED:
                 wanted += self._next(order[index + 1 : index + _AHEAD], self._bytes(name))

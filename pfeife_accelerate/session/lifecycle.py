@@ -32,6 +32,7 @@ from pfeife_accelerate.runtime.tensor_server import TooEarly
 from pfeife_accelerate.runtime.transport import DistributedTransport
 from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
+from pfeife_accelerate.session.hand_changes import HandChanges
 from pfeife_accelerate.session.optimizer_state import OptimizerStates
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Session:
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
         self.optimizers = OptimizerStates(self)
+        self.hand_changes = HandChanges()
         control.serve("state", self._give_state, of_one_moment=True)
         control.serve("gradient", self._give_gradient)
         self.num_steps_under_way = 0
@@ -90,7 +92,9 @@ class Session:
             elif not self.service(urgent=True):
                 self.conductor.send_off(missing)
                 time.sleep(_BARRIER_POLL_S)
-        self.num_meetings += 1
+        with self.control.busy():
+            self.hand_changes.note_moment(self.models)
+            self.num_meetings += 1
 
     def service(self, *, urgent: bool = False) -> bool:
         """Run what other ranks wait for; called whenever the script enters this package.
@@ -187,6 +191,7 @@ class Session:
         is_shared = any(id(parameter) in self._parameter_ids for parameter in parameters)
         if is_shared:
             self.control.count_change()
+            self.hand_changes.note_moment(self.models)
         self._release()
         if is_shared:
             self.control.advance_clock()
@@ -224,6 +229,12 @@ class Session:
         """Parameters have been replaced, on all ranks."""
         with self.control.busy():
             self.control.count_change()
+        self.tick()
+
+    def tick(self) -> None:
+        """All ranks have come to the same moment: values are of it from here on."""
+        with self.control.busy():
+            self.hand_changes.note_moment(self.models)
         self.control.advance_clock()
 
     def _give_gradient(self, key: str) -> torch.Tensor:
@@ -231,8 +242,10 @@ class Session:
         return self._model_numbered(index).own_gradients.give(name_and_edits)
 
     def _give_state(self, key: str) -> torch.Tensor | None:
-        index, _, name = key.partition("/")
-        return self._model_numbered(index).states.get(name)
+        index, meetings, name = key.split("/", 2)
+        if self.num_meetings < int(meetings):
+            raise TooEarly("this rank is still in a barrier that the other one has left")
+        return self.hand_changes.value(self._model_numbered(index), name)
 
     def _model_numbered(self, index: str) -> PipelinedModel:
         if int(index) >= len(self.models):

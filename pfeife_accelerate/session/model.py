@@ -371,7 +371,7 @@ class PipelinedModel:
             call.progress, call.answered = Progress.DONE, announcement.request + 1
             call.release()
             self.conductor.finished(call)
-        self.session.control.advance_clock()
+        self.session.tick()
 
     def _keep(self, call: Call) -> None:
         assert call.state is not None

@@ -33,7 +33,7 @@ def fetch_states(model: PipelinedModel, names: Iterable[str]) -> dict[str, torch
     for owner, wanted in by_owner.items():
         for start in range(0, len(wanted), _TENSORS_PER_REQUEST):
             some = wanted[start : start + _TENSORS_PER_REQUEST]
-            keys = [f"{index}/{name}" for name in some]
+            keys = [f"{index}/{session.num_meetings}/{name}" for name in some]
             tensors = session.control.fetch_many(first + owner, "state", keys, clock=session.control.clock)
             found.update(zip(some, tensors, strict=True))
     return found

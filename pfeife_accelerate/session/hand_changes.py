@@ -1,0 +1,64 @@
+"""Whether the script has changed this rank's parameters by hand since the last moment that all ranks share.
+
+The same line of the script runs on every rank, at another time. A rank that fetches a parameter has not come to a line
+that changes it, or else it would know its own value of it: so what has been changed here is of a later moment. Models:
+changes in place, told by a tensor's version, and `parameter.data = ...`, told by its memory; copies of the values
+before, from where this rank's own script reads others' parameters, since the other ranks' scripts then do so too.
+Ignores: buffers, and changes through `.data` in place, which leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from pfeife_accelerate.errors import PfeifeError
+
+if TYPE_CHECKING:
+    from pfeife_accelerate.session.model import PipelinedModel
+
+_Mark = tuple[int, int]
+
+
+class HandChanges:
+    """The own parameters' marks as of the last shared moment."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, _Mark] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def note_moment(self, models: Iterable[PipelinedModel]) -> None:
+        """All ranks share this moment: a schedule, an optimizer's step, a barrier."""
+        self._copies.clear()
+        self._marks = {id(p): _mark(p) for model in models for p in model.placement.placed.values()}
+
+    def keep_copies(self, models: Iterable[PipelinedModel]) -> None:
+        """This rank's script reads parameters of other ranks: these may read its own, and be slower."""
+        if self._copies:
+            return
+        own = [p for model in models for p in model.placement.placed.values()]
+        self._copies = {id(p): p.detach().clone() for p in own if self._marks.get(id(p)) == _mark(p)}
+
+    def value(self, model: PipelinedModel, name: str) -> torch.Tensor | None:
+        """A parameter's or buffer's value of the last shared moment.
+
+        Raises: PfeifeError PF544 if the script has changed it by hand since, and no copy was kept.
+        """
+        state = model.states.get(name)
+        parameter = model.placement.placed.get(name)
+        if parameter is None or self._marks.get(id(parameter), _mark(parameter)) == _mark(parameter):
+            return state
+        if id(parameter) in self._copies:
+            return self._copies[id(parameter)]
+        raise PfeifeError(
+            id="PF544",
+            what=f"{name!r} was asked for too late: the script on the rank that has it has changed it by hand",
+            why="ranks run the same script, each at its own time, and another rank still reads the value before",
+            hints=("call accelerator.wait_for_everyone() before the line that changes parameters",),
+        )
+
+
+def _mark(parameter: torch.Tensor) -> _Mark:
+    return parameter.data_ptr(), parameter._version

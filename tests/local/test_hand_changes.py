@@ -1,0 +1,62 @@
+"""Parameters that a script changes by hand while a slower rank still reads them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.session.hand_changes import HandChanges
+
+pytestmark = pytest.mark.local
+
+
+def set_data(parameter: nn.Parameter) -> None:
+    parameter.data = torch.full((2,), 7.0)
+
+
+def in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(3)
+
+
+@pytest.fixture
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2))
+
+
+@pytest.fixture
+def model(parameter: nn.Parameter) -> Any:
+    return SimpleNamespace(
+        states={"p": parameter, "b": torch.zeros(1)}, placement=SimpleNamespace(placed={"p": parameter})
+    )
+
+
+@pytest.mark.parametrize("change", [set_data, in_place])
+def test_a_value_after_a_change_by_hand_is_refused_or_given_from_a_copy(model, parameter, change):
+    changes = HandChanges()
+    changes.note_moment([model])
+    assert changes.value(model, "p") is parameter
+    change(parameter)
+    with pytest.raises(PfeifeError, match="PF544 'p' was asked for too late"):
+        changes.value(model, "p")
+    changes.note_moment([model])  # an optimizer's step, a barrier: all ranks are past it
+    assert changes.value(model, "p") is parameter
+    before = parameter.detach().clone()
+    changes.keep_copies([model])
+    change(parameter)
+    assert torch.equal(changes.value(model, "p"), before)
+    assert changes.value(model, "b").shape == (1,)
+
+
+def test_what_was_changed_before_the_script_read_has_no_copy(model, parameter):
+    changes = HandChanges()
+    changes.note_moment([model])
+    in_place(parameter)
+    changes.keep_copies([model])
+    with pytest.raises(PfeifeError, match="PF544"):
+        changes.value(model, "p")
