@@ -26,12 +26,17 @@ def to_op_graph(graph: CapturedGraph, bindings: Mapping[Any, int]) -> OpGraph:
     inputs = [p for p in graph.placeholders if p.kind is PlaceholderKind.INPUT]
     known = set(graph.ops) | {p.node for p in (*states, *inputs)}
     names = {p.node: p.state_name or p.node.name for p in states}
+    taken = set(names.values())  # a buffer may have an operation's name: `mean`
+
+    def name_of(node: fx.Node) -> str:
+        return names.get(node) or (f"{node.name}'" if node.name in taken else node.name)
+
     nodes = tuple(
         OpNode(
             index=index,
-            name=node.name,
+            name=name_of(node),
             target=target_name(node),
-            inputs=tuple(names.get(n, n.name) for n in inputs_of(node) if n in known),
+            inputs=tuple(name_of(n) for n in inputs_of(node) if n in known),
             outputs=_specs(graph, node, bindings),
             params=graph.states_of(node),
             source_line=source_line(node),
@@ -41,8 +46,8 @@ def to_op_graph(graph: CapturedGraph, bindings: Mapping[Any, int]) -> OpGraph:
     )
     return OpGraph(
         nodes=nodes,
-        inputs=tuple((p.node.name, specs[p.node][0]) for p in inputs),
-        outputs=graph.result_names(),
+        inputs=tuple((name_of(p.node), specs[p.node][0]) for p in inputs),
+        outputs=tuple(name_of(graph.node_of[name]) for name in graph.result_names()),
         params=tuple({names[p.node]: specs[p.node][0] for p in states}.items()),
     )
 
