@@ -343,7 +343,7 @@ print("done", flush=True)
 )
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_averages_of_the_parameters_are_those_of_one_process(size, tmp_path):
     pytest.importorskip("diffusers")
     args = (str(tmp_path),)
@@ -351,7 +351,7 @@ def test_averages_of_the_parameters_are_those_of_one_process(size, tmp_path):
     assert result.stdout.count("done") == size
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_penalties_and_edits_of_gradients_are_those_of_one_process(size):
     result = run_ranks(LOSSES, num_processes=size, env={"PFEIFE_ENABLED": "true"}, timeout=360).check()
     assert result.stdout.count("done") == size
