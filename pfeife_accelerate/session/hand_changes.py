@@ -4,7 +4,7 @@ The same line of the script runs on every rank, at another time. A rank that fet
 that changes it, or else it would know its own value of it: so what has been changed here is of a later moment. Models:
 changes in place, told by a tensor's version, and `parameter.data = ...`, told by its memory; copies of the values
 before, from where this rank's own script reads others' parameters, since the other ranks' scripts then do so too.
-Ignores: buffers, and changes through `.data` in place, which leave no trace.
+Ignores: buffers, and changes through `.data` in place, which leave no trace, where there is no copy.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class HandChanges:
         """
         state = model.states.get(name)
         parameter = model.placement.placed.get(name)
+        if id(parameter) in self._copies:
+            return self._copies[id(parameter)]  # also where a change through `.data` has left no trace
         if parameter is None or self._marks.get(id(parameter), _mark(parameter)) == _mark(parameter):
             return state
-        if id(parameter) in self._copies:
-            return self._copies[id(parameter)]
         raise PfeifeError(
             id="PF544",
             what=f"{name!r} was asked for too late: the script on the rank that has it has changed it by hand",

@@ -53,6 +53,14 @@ def test_a_value_after_a_change_by_hand_is_refused_or_given_from_a_copy(model, p
     assert changes.value(model, "b").shape == (1,)
 
 
+def test_a_change_that_leaves_no_trace_does_not_reach_a_reader_of_the_moment_before(model, parameter):
+    changes = HandChanges()
+    changes.note_moment([model])
+    changes.keep_copies([model])
+    parameter.data.copy_(torch.zeros(2))
+    assert changes.value(model, "p").tolist() == [1.0, 1.0]
+
+
 def test_what_was_changed_before_the_script_read_has_no_copy(model, parameter):
     changes = HandChanges()
     changes.note_moment([model])
