@@ -19,7 +19,7 @@ def as_the_first_time(call: Call, buffers: Mapping[str, torch.Tensor]) -> Iterat
     if not call.graph.changes_buffers:
         yield
         return
-    now = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    now = _copies(buffers)
     if call.buffers_before is None:
         call.buffers_before = now
         yield
@@ -34,11 +34,16 @@ def as_the_first_time(call: Call, buffers: Mapping[str, torch.Tensor]) -> Iterat
 @contextmanager
 def unchanged(call: Call, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Around a forward of the call that is not to count."""
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()} if call.graph.changes_buffers else {}
+    before = _copies(buffers) if call.graph.changes_buffers else None
     try:
         yield
     finally:
-        _write({name: buffers[name] for name in before}, before)
+        if before is not None:
+            _write(buffers, before)
+
+
+def _copies(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in buffers.items()}
 
 
 def _write(buffers: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

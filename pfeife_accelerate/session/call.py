@@ -61,7 +61,6 @@ class Call:
         self._versions = versions
         self.progress = Progress.PENDING
         self.state: StepState | None = None
-        self.num_microbatches = 0
         self.values: dict[str, torch.Tensor] = {}
         """Whole-batch values that this rank holds for the scripts to read."""
         self.scalars: list[float] | None = None

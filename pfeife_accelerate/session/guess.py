@@ -112,18 +112,13 @@ def _template(expression: Expression) -> _Template | None:
     ):
         return None
     return _Template(
-        steps=steps_without_data(steps),
+        steps=tuple(Step(step.operation.without_data(), step.args, step.kwargs) for step in steps),
         recorded=tuple(sorted(range(len(steps)), key=lambda i: steps[i].operation.number)),
         leaves=tuple(leaf.value for leaf in expression.leaf_info),
         constants=tuple(c.detach().clone() if c.numel() <= _SMALL_NUMEL else None for c in expression.constants),
         numbers=expression.numbers,
         root=expression.root,
     )
-
-
-def steps_without_data(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps, referring to nothing that belongs to the step of the script."""
-    return tuple(Step(step.operation.without_data(), step.args, step.kwargs) for step in steps)
 
 
 class _Match:
@@ -135,7 +130,6 @@ class _Match:
         self._made: dict[int, dict[int, Record]] = {}
         self._constants: dict[int, torch.Tensor] = {}
         self._unseen: set[int] = set()
-        self._leaf_names = frozenset(template.leaves)
 
     def complete(self) -> Prediction | None:
         """The whole expression: what is recorded, and the rest as it was last time."""
