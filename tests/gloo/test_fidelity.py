@@ -7,6 +7,7 @@ and `python zoo/benchmarks/fidelity.py` writes all of them into a table.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,5 +65,9 @@ def test_the_pipeline_computes_what_one_process_computes(launches: dict[bool, La
 
 def test_a_loss_that_does_not_separate_is_warned_about_once(launches: dict[bool, Launches]) -> None:
     launches[False].records(CASES["contrastive"], 2)
+    source, first = inspect.getsourcelines(CASES["contrastive"].body)
+    number = first + next(n for n, line in enumerate(source) if "F.cross_entropy" in line)
+    where = f"{Path(inspect.getfile(CASES['contrastive'].body)).name}:{number})"
     lines = [line for line in launches[False].logs[2, "no"].splitlines() if "does not separate" in line]
-    assert sum("mm.default" in line for line in lines) == 1, lines
+    # The launch runs other cases too: each is warned about at its own line.
+    assert sum("mm.default" in line and where in line for line in lines) == 1, (where, lines)
