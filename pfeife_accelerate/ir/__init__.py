@@ -2,6 +2,8 @@
 
 from pfeife_accelerate.ir.actions import Action, ActionKind, Schedule, ScheduleFamily, ScheduleSpec, parse_family
 from pfeife_accelerate.ir.codec import from_json, to_json
+from pfeife_accelerate.ir.cost_file import read_cost_file, write_cost_file
+from pfeife_accelerate.ir.cost_graph import CostGraph, CostNode, CostValue, ParamUse
 from pfeife_accelerate.ir.costs import CostOrigin, CostTable, OpCost, StageCost
 from pfeife_accelerate.ir.machine import DeviceSpec, LinkSpec, Machine
 from pfeife_accelerate.ir.ops import OpGraph, OpNode
@@ -10,8 +12,8 @@ from pfeife_accelerate.ir.tensors import TensorSpec, dtype_bytes
 from pfeife_accelerate.ir.timeline import Interval, MemoryCurve, Timeline
 
 __all__ = [
-    "Action", "ActionKind", "CostOrigin", "CostTable", "DeviceSpec", "Edge", "Estimate", "Interval", "LinkSpec",
-    "Machine", "MemoryCurve", "OpCost", "OpGraph", "OpNode", "PipelinePlan", "Schedule", "ScheduleFamily",
-    "ScheduleSpec", "Slicing", "StageCost", "StageSpec", "TensorSpec", "Timeline", "dtype_bytes", "from_json",
-    "parse_family", "to_json",
+    "Action", "ActionKind", "CostGraph", "CostNode", "CostOrigin", "CostTable", "CostValue", "DeviceSpec", "Edge",
+    "Estimate", "Interval", "LinkSpec", "Machine", "MemoryCurve", "OpCost", "OpGraph", "OpNode", "ParamUse",
+    "PipelinePlan", "Schedule", "ScheduleFamily", "ScheduleSpec", "Slicing", "StageCost", "StageSpec", "TensorSpec",
+    "Timeline", "dtype_bytes", "from_json", "parse_family", "read_cost_file", "to_json", "write_cost_file",
 ]  # fmt: skip

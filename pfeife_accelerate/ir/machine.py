@@ -1,7 +1,7 @@
 """The hardware as the planner sees it.
 
-Models: a device's speed and memory, one kind of directed link between any two ranks.
-Ignores: contention between links, and for now the difference between links inside a host and between hosts.
+Models: a device's speed and memory, what the host needs for an action, directed links within and between hosts.
+Ignores: contention between links.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ __all__ = ["DeviceSpec", "LinkSpec", "Machine"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """One device; `flops_per_s` holds (element type, rate) pairs, `launch_s` the least time of any operation."""
+    """One device; `flops_per_s` holds (element type, rate) pairs, `launch_s` the least time of any operation.
+
+    The host needs `action_s` to start an action (one stage on one micro-batch, with its messages). A device that
+    `runs_ahead` computes meanwhile, so that an action takes the longer of both; on a CPU it takes their sum.
+    """
 
     name: str
     memory_bytes: int
     flops_per_s: tuple[tuple[str, float], ...]
     bytes_per_s: float
     launch_s: float
+    action_s: float = 0.0
+    runs_ahead: bool = True
 
     def flops_per_s_of(self, dtype: str) -> float:
         """Rate for an element type; an unlisted one takes the slowest rate, so that it is never flattered."""
@@ -45,11 +51,23 @@ class LinkSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices, one per rank (a single one stands for all), and the link between any two."""
+    """The devices, one per rank (a single one stands for all), and the links: `link` between ranks of one host.
+
+    Without `ranks_per_host` all ranks share a host; `link_between_hosts` is None where that link is no other.
+    """
 
     devices: tuple[DeviceSpec, ...]
     link: LinkSpec
+    ranks_per_host: int | None = None
+    link_between_hosts: LinkSpec | None = None
 
     def device_of(self, rank: int) -> DeviceSpec:
         """The device of a rank."""
         return self.devices[rank if len(self.devices) > 1 else 0]
+
+    def link_of(self, sender: int, receiver: int) -> LinkSpec:
+        """The directed link between two ranks."""
+        size = self.ranks_per_host
+        if size is None or self.link_between_hosts is None or sender // size == receiver // size:
+            return self.link
+        return self.link_between_hosts
