@@ -82,11 +82,26 @@ class Action:
 
 
 class ScheduleFamily(str, Enum):
-    """The orders we can generate."""
+    """The orders we can generate. Stage s lives on rank s mod D, but in a wave, which turns round at both ends."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
-    LOOPED = "looped"
+    LOOPED = "looped"  #: of the Pfeife paper
+    INTERLEAVED = "interleaved"  #: of Megatron-LM: looped, with blocks of D micro-batches and all forwards prefetched
+    WAVE = "wave"  #: stages 0 to D-1, then D-1 to 0, and so on; a V with two loops
+    ZB_H1 = "zb-h1"  #: zero bubble with the memory of 1F1B: weight gradients fill the gaps
+    ZB_V = "zb-v"  #: the same on a V
+    LIST = "list"  #: an explicit order, made by list scheduling; no formula gives it
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are jobs of their own."""
+        return self in (ScheduleFamily.ZB_H1, ScheduleFamily.ZB_V)
+
+    @property
+    def is_wave(self) -> bool:
+        """Whether the placement turns round at the last rank."""
+        return self in (ScheduleFamily.WAVE, ScheduleFamily.ZB_V)
 
 
 def parse_family(text: str) -> ScheduleFamily:
@@ -105,7 +120,7 @@ def parse_family(text: str) -> ScheduleFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """The few numbers an order follows from. Stage s lives on rank s mod num_ranks; there are num_loops per rank."""
+    """The few numbers an order follows from; there are num_loops stages per rank."""
 
     family: ScheduleFamily
     num_ranks: int
@@ -137,17 +152,24 @@ class ScheduleSpec:
                 "a block has at least 1 micro-batch and at most all of them",
                 f"microbatches_per_loop={min(self.num_ranks, self.num_microbatches)}",
             )
-        if self.family is ScheduleFamily.ONE_F_ONE_B and self.num_loops != 1:
+        loops = _LOOPS_OF.get(self.family)
+        if loops is not None and self.num_loops != loops:
             raise _bad_spec(
-                f"num_loops={self.num_loops} with schedule '1f1b'",
-                "1f1b runs one stage on each rank",
-                "schedule: looped, or num_loops=1",
+                f"num_loops={self.num_loops} with schedule {self.family.value!r}",
+                f"{self.family.value} runs {'one stage' if loops == 1 else f'{loops} stages'} on each rank",
+                f"schedule: looped, or num_loops={loops}",
             )
         if self.family is ScheduleFamily.GPIPE and self.prefetch_forwards:
             raise _bad_spec(
                 f"prefetch_forwards={self.prefetch_forwards} with schedule 'gpipe'",
                 "gpipe runs every forward before the first backward: there is nothing to prefetch",
                 "prefetch_forwards=0, or schedule: 1f1b",
+            )
+        if self.prefetch_forwards and self.family not in (ScheduleFamily.ONE_F_ONE_B, ScheduleFamily.LOOPED):
+            raise _bad_spec(
+                f"prefetch_forwards={self.prefetch_forwards} with schedule {self.family.value!r}",
+                f"{self.family.value} fixes how many forwards run ahead",
+                "prefetch_forwards=0, or schedule: looped",
             )
 
     @property
@@ -156,9 +178,20 @@ class ScheduleSpec:
         return self.num_ranks * self.num_loops
 
     @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        loops = (divmod(stage, self.num_ranks) for stage in range(self.num_stages))
+        if not self.family.is_wave:
+            return tuple(rank for _, rank in loops)
+        return tuple(self.num_ranks - 1 - rank if loop % 2 else rank for loop, rank in loops)
+
+    @property
     def block(self) -> int:
         """Micro-batches that pass through all ranks before the next ones start (the looped family)."""
         return self.microbatches_per_loop or min(self.num_ranks, self.num_microbatches)
+
+
+_LOOPS_OF = {ScheduleFamily.ONE_F_ONE_B: 1, ScheduleFamily.ZB_H1: 1, ScheduleFamily.ZB_V: 2}
 
 
 def _bad_spec(what: str, why: str, hint: str) -> PfeifeError:

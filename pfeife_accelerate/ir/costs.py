@@ -59,10 +59,14 @@ class CostTable:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage on one micro-batch. `workspace_bytes` is the most it needs beyond what it saves."""
+    """One stage on one micro-batch. `workspace_bytes` is the most it needs beyond what it saves.
+
+    `backward_s` is the whole backward; its part for the gradients of parameters is `backward_weight_s`.
+    """
 
     forward_s: float
     backward_s: float
+    backward_weight_s: float = 0.0
     param_bytes: int = 0
     saved_bytes: int = 0
     workspace_bytes: int = 0

@@ -1,44 +1,94 @@
 """How much memory each rank needs at most during a step.
 
-Models: parameters with their gradients and optimizer state, activations alive from forward to backward in the actual
-order, the workspace of the running stage. Ignores: buffers of transfers, and what the allocator cannot reuse.
+Models: parameters with gradients and optimizer state; activations alive from forward to backward in the actual order;
+the workspace of the running stage; messages that wait to be read. Ignores: what the allocator cannot use again, for
+which `memory_fraction` leaves room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pfeife_accelerate.ir import ActionKind, MemoryCurve, Schedule, StageCost
+import numpy as np
 
-__all__ = ["peak_memory"]
+from pfeife_accelerate.planner.problem import Floats
+from pfeife_accelerate.planner.slices import Slices
+from pfeife_accelerate.schedule.order import Order
 
-
-def peak_memory(schedule: Schedule, stage_costs: Sequence[StageCost], *, state_multiplier: float = 4.0) -> MemoryCurve:
-    """Peak bytes of every rank.
-
-    `state_multiplier`: bytes of parameter, gradient and optimizer state per byte of parameter (4 = Adam, all in one
-    precision).
-    """
-    keeps_activations = schedule.has_backward
-    peaks, statics = [], []
-    for rank, actions in enumerate(schedule.per_rank):
-        static = sum(round(stage_costs[s].param_bytes * state_multiplier) for s in schedule.stages_of(rank))
-        # Backwards alone start from the activations that the forwards of an earlier schedule left.
-        alive = 0 if schedule.has_forward else _left_over(schedule, stage_costs, rank)
-        peak = static + alive
-        for action in actions:
-            cost = stage_costs[action.stage]
-            if action.kind is ActionKind.FORWARD:
-                peak = max(peak, static + alive + cost.saved_bytes + cost.workspace_bytes)
-                alive += cost.saved_bytes if keeps_activations else 0
-            elif action.kind.is_backward:
-                peak = max(peak, static + alive + cost.workspace_bytes)
-                # The weight gradient still needs the activations.
-                alive -= 0 if action.kind is ActionKind.INPUT_GRADIENT else cost.saved_bytes
-        peaks.append(peak)
-        statics.append(static)
-    return MemoryCurve(peak_bytes=tuple(peaks), static_bytes=tuple(statics))
+__all__ = ["MemoryProfile", "RankMemory"]
 
 
-def _left_over(schedule: Schedule, stage_costs: Sequence[StageCost], rank: int) -> int:
-    return sum(stage_costs[stage].saved_bytes for stage in schedule.stages_of(rank)) * schedule.num_microbatches
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's peak, in bytes, and what it consists of at that moment."""
+
+    params_bytes: int
+    state_bytes: int  #: gradients and optimizer state
+    activation_bytes: int
+    workspace_bytes: int
+    limit_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it together."""
+        return self.params_bytes + self.state_bytes + self.activation_bytes + self.workspace_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much it exceeds what it may use; negative where there is room."""
+        return self.peak_bytes - self.limit_bytes
+
+
+class MemoryProfile:
+    """Which activations are alive while each job of an order runs, each different situation once."""
+
+    def __init__(self, order: Order) -> None:
+        self._situations = [self._of_rank(order, rank) for rank in range(order.num_ranks)]
+
+    @staticmethod
+    def _of_rank(order: Order, rank: int) -> tuple[list[int], Floats, Floats, Floats]:
+        """(stages, alive micro-batches of each before the job, stage of a running forward, of a running backward)."""
+        jobs = order.jobs[rank]
+        kind, stage = np.divmod(jobs // order.num_microbatches, order.num_stages)
+        stages = [s for s, owner in enumerate(order.stage_ranks) if owner == rank]
+        last_kind = int(kind.max())
+        own = stage[:, None] == np.asarray(stages)[None, :]
+        change = own * (kind == 0)[:, None] - own.astype(np.int64) * (kind == last_kind)[:, None]
+        alive = np.cumsum(change, axis=0) - change
+        forward, backward = own & (kind == 0)[:, None], own & (kind > 0)[:, None]
+        table = np.unique(np.concatenate((alive, forward, backward), axis=1), axis=0).astype(np.float64)
+        n = len(stages)
+        return stages, table[:, :n], table[:, n : 2 * n], table[:, 2 * n :]
+
+    def peaks(self, slices: Slices) -> Floats:
+        """Peak bytes: a row for each rank, a column for each slicing."""
+        rows = [self._needs(rank, slices).max(axis=0) for rank in range(len(self._situations))]
+        return np.stack(rows) + slices.state_bytes
+
+    def _needs(self, rank: int, slices: Slices) -> Floats:
+        stages, alive, forward, backward = self._situations[rank]
+        return (
+            alive @ slices.saved_bytes[stages]
+            + forward @ slices.forward_peak_bytes[stages]
+            + backward @ slices.backward_workspace_bytes[stages]
+        )
+
+    def items(self, slices: Slices) -> tuple[RankMemory, ...]:
+        """What the peak of each rank consists of, for the first slicing."""
+        found = []
+        for rank, (stages, alive, forward, _) in enumerate(self._situations):
+            needs = self._needs(rank, slices)[:, 0]
+            worst = int(needs.argmax())
+            # A running forward has made what it keeps: that is an activation, the rest of its peak is workspace.
+            kept = float((alive + forward)[worst] @ slices.saved_bytes[stages][:, 0])
+            params = slices.param_bytes[rank, 0]
+            found.append(
+                RankMemory(
+                    params_bytes=round(params),
+                    state_bytes=round(slices.state_bytes[rank, 0] - params),
+                    activation_bytes=round(kept),
+                    workspace_bytes=round(needs[worst] - kept),
+                    limit_bytes=slices.problem.limit_bytes(rank),
+                )
+            )
+        return tuple(found)

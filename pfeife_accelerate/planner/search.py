@@ -1,254 +1,282 @@
-"""The plan: every candidate order on the best equal-time slicing, simulated, and the fastest that fits.
+"""The search: where to cut and in which order to run, together.
 
-Models: gpipe, 1F1B with every prefetch, looped with few loops; stage s on rank s mod D.
-Ignores for now: moving the cuts to suit the order, other placements, prefetch per rank.
+Every family starts on many slicings; the best starts are improved by turns, cuts for the order, order for the cuts; then
+the best of them is shaken until the effort is spent. What is small enough is tried out whole. The plan that comes out is
+lowered to the lists that ranks execute, proved to run, and executed in simulated time: that is its estimate.
+
+Models: effort by a count of work, so that the same question always gets the same answer.
+Ignores: other numbers of micro-batches or ranks: `choose_microbatches` asks again for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import combinations
+from math import comb
 
-from pfeife_accelerate.errors import InternalError, PfeifeError
-from pfeife_accelerate.ir import (
-    CostTable,
-    Estimate,
-    Machine,
-    MemoryCurve,
-    OpGraph,
-    PipelinePlan,
-    ScheduleFamily,
-    ScheduleSpec,
-    Slicing,
-    StageSpec,
-    parse_family,
-)
+import numpy as np
+
+from pfeife_accelerate.errors import InternalError
+from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, ScheduleSpec, StageCost
 from pfeife_accelerate.log import get_logger
-from pfeife_accelerate.planner.memory import peak_memory
-from pfeife_accelerate.planner.simulate import simulate
-from pfeife_accelerate.planner.slicing import cuts_at, equal_memory, equal_time, legal_cuts
-from pfeife_accelerate.planner.stage_costs import edges_of, message_bytes_of, messages_of, stage_costs, stage_params
-from pfeife_accelerate.schedule import build, chain_messages, is_executable, lower
+from pfeife_accelerate.planner.bound import lower_bound
+from pfeife_accelerate.planner.explain import does_not_fit, nothing_runs, runners_up
+from pfeife_accelerate.planner.memory import MemoryProfile
+from pfeife_accelerate.planner.options import SearchOptions
+from pfeife_accelerate.planner.planned import Planned
+from pfeife_accelerate.planner.problem import Problem
+from pfeife_accelerate.planner.recompute import with_recomputation
+from pfeife_accelerate.planner.refine import Refined, refine, shake
+from pfeife_accelerate.planner.reorder import reorder
+from pfeife_accelerate.planner.simulate import MessageBytes, simulate
+from pfeife_accelerate.planner.slices import Slices
+from pfeife_accelerate.planner.starts import Start, starting_cuts, starts
+from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
+from pfeife_accelerate.schedule import build, lower
+from pfeife_accelerate.schedule.order import order_of, schedule_of
 
-__all__ = ["SearchOptions", "make_plan"]
+__all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
-_LOOPS = (1, 2)  # what "auto" tries
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """What the user fixes about the plan; None and "auto" leave it to the search."""
-
-    num_microbatches: int | None = None  #: read by the session, which cuts the batch before there is a graph to plan
-    schedule: str = "auto"  #: "auto", "gpipe", "1f1b" or "looped"
-    num_loops: int | None = None  #: stages per rank
-    microbatches_per_loop: int | None = None  #: looped only
-    prefetch_forwards: int | None = None  #: extra forwards before the first backward
-    split_points: tuple[str, ...] = ()  #: modules or operations where the stages after the first start
-    state_multiplier: float = 4.0  #: bytes of parameter + gradient + optimizer state per byte of parameter
-    memory_fraction: float = 0.9  #: share of a device's memory that a plan may use
-
-    @property
-    def family(self) -> ScheduleFamily | None:
-        """The family asked for, None for "auto"."""
-        return None if self.schedule.lower() == "auto" else parse_family(self.schedule)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Problem:
-    """What a plan is wanted for."""
-
-    graph: OpGraph
-    costs: CostTable
-    machine: Machine
-    num_ranks: int
-    num_microbatches: int
-    options: SearchOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    """An order on a slicing, proved to run, with its simulated time and memory."""
-
-    slicing: Slicing
-    spec: ScheduleSpec
-    step_s: float
-    memory: MemoryCurve
-
-    @property
-    def merit(self) -> tuple[float, int]:
-        """What to minimise. Sums in another order differ in the last bits: those are equal, and less memory wins."""
-        return float(f"{self.step_s:.9e}"), max(self.memory.peak_bytes)
+_BEAM = 5  # starts that are improved where the cuts are given
+_FINE = 8  # starts that see all profiles, and are improved
+_FIRST_ROUNDS = 4
+_SHARE = 0.4  # of what is left, that one such selection may take
+_TURNS = 4
+_SHAKES = 400
+_REORDER_EVERY = 12
+_EXHAUSTIVE = 60_000  # slicings times orders that are tried out rather than searched
+_EXHAUSTIVE_OPERATIONS = 24
 
 
 def make_plan(
-    graph: OpGraph,
-    costs: CostTable,
+    graph: CostGraph,
     machine: Machine,
     num_ranks: int,
     num_microbatches: int,
     options: SearchOptions | None = None,
-) -> PipelinePlan:
-    """The fastest plan that can run and fits; `costs` are for one of the `num_microbatches` micro-batches."""
-    problem = _Problem(
+) -> Planned:
+    """The fastest plan found that runs and fits; `graph` has the costs of one of the `num_microbatches`.
+
+    Raises: PfeifeError PF301 where the model has too few cuts, PF302 where nothing fits into memory, PF204 where no
+    order that the user allows can run.
+    """
+    problem = Problem(
         graph=graph,
-        costs=costs,
         machine=machine,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         options=options or SearchOptions(),
     )
-    found = list(_candidates(problem, by_memory=False))
-    fitting = [candidate for candidate in found if not _excess(problem, candidate)]
-    if not fitting and not problem.options.split_points:
-        found += _candidates(problem, by_memory=True)
-        fitting = [candidate for candidate in found if not _excess(problem, candidate)]
-    if not found:
-        raise _nothing_runs(problem)
-    if not fitting:
-        raise _does_not_fit(problem, found)
-    best = min(fitting, key=lambda candidate: candidate.merit)
-    _LOG.info("plan: %s, cuts %s, %.4g s a step", best.spec, best.slicing.cuts, best.step_s)
-    return _plan(problem, best)
+    effort = Effort(left_s=_effort_s(problem))
+    begun = starts(problem, effort)
+    if not begun:
+        raise nothing_runs(problem)
+    best = _improved(problem, begun, effort) if problem.options.effort == "full" else begun[0]
+    recompute: tuple[int, ...] = ()
+    if best.value >= MISFIT_S and problem.options.recompute == "auto":
+        best, recompute = with_recomputation(problem, [best, *begun])
+    if best.value >= MISFIT_S:
+        raise does_not_fit(problem, best)
+    planned = _planned(problem, best, recompute, begun)
+    _LOG.info("plan: %s, cuts %s, %.4g s a step", best.spec, planned.cuts, planned.estimate_s)
+    return planned
 
 
-def _candidates(problem: _Problem, *, by_memory: bool) -> Iterator[_Candidate]:
-    for num_loops in _loops(problem):
-        slicing = _slicing(problem, num_loops, by_memory=by_memory)
-        stage_ranks = tuple(stage % problem.num_ranks for stage in range(problem.num_ranks * num_loops))
-        stages = stage_costs(problem.graph, problem.costs, slicing.cuts)
-        messages = messages_of(problem.graph, slicing.cuts, stage_ranks)
-        sizes = message_bytes_of(problem.graph, slicing.cuts, stage_ranks)
-        for spec in _specs(problem, num_loops):
-            schedule = build(spec)
-            # The chain stands for every possible skip connection; what a short last batch needs is proved the same way.
-            if is_executable(schedule, chain_messages(stage_ranks)):
-                yield _Candidate(
-                    slicing=slicing,
-                    spec=spec,
-                    step_s=simulate(schedule, stages, messages, sizes, problem.machine).makespan_s,
-                    memory=peak_memory(schedule, stages, state_multiplier=problem.options.state_multiplier),
-                )
+def _effort_s(problem: Problem) -> float:
+    """Seconds of an ordinary core that the search may take: enough to settle small models, bounded for large ones."""
+    operations = len(problem.graph.nodes)
+    size = operations * problem.num_ranks * problem.num_microbatches
+    return min(0.1 + 8e-4 * operations + 5e-5 * size, 2.5) + min(1.5e-8 * size, 20.0)
 
 
-def _slicing(problem: _Problem, num_loops: int, *, by_memory: bool) -> Slicing:
-    slicer = equal_memory if by_memory else equal_time
-    if problem.options.split_points:
-        return cuts_at(problem.graph, problem.options.split_points, problem.num_ranks * num_loops)
-    return slicer(
-        problem.graph,
-        problem.costs,
-        problem.machine,
-        problem.num_ranks * num_loops,
-        state_multiplier=problem.options.state_multiplier,
+# -- improving ---------------------------------------------------------------------------------------------------------
+
+
+def _improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
+    """The best that can be made of the starts."""
+    if problem.options.cuts is not None:
+        finished = [_reordered(problem, start, effort) for start in begun[:_BEAM]]
+        return min(finished, key=lambda start: start.value)
+    if _is_small(problem, begun):
+        return _reordered(problem, min(_all_slicings(problem, begun), key=lambda start: start.value), effort)
+    chosen = [_on_all_profiles(problem, start, effort) for start in _varied(begun, _FINE)]
+    chosen.sort(key=lambda start: start.value)
+    # The chosen ones get some rounds each, the better half of them more, until one is left to be shaken. What is large
+    # leaves time for the most promising of them alone.
+    rounds = _FIRST_ROUNDS
+    while len(chosen) > 1 and not effort.is_spent:
+        least_s = effort.left_s * (1 - _SHARE)
+        turned: list[Start] = []
+        for start in chosen:
+            if len(turned) < 2 or effort.left_s > least_s:
+                turned.append(_by_turns(problem, start, effort, rounds))
+        chosen = sorted(turned, key=lambda start: start.value)[: len(turned) // 2]
+        rounds *= 4
+    return _shaken(problem, min(chosen, key=lambda start: start.value), effort)
+
+
+def _varied(begun: list[Start], number: int) -> list[Start]:
+    """The best starts, at most two of a family and number of loops."""
+    count: dict[tuple[str, int], int] = {}
+    chosen = []
+    for start in begun:
+        kind = (start.family, start.spec.num_loops)
+        count[kind] = count.get(kind, 0) + 1
+        if count[kind] <= 2:
+            chosen.append(start)
+    return chosen[:number]
+
+
+def _on_all_profiles(problem: Problem, start: Start, effort: Effort) -> Start:
+    if effort.is_spent:
+        return start
+    cuts = starting_cuts(problem, start.spec.num_loops, fine=True)
+    values = Valuation(problem, start.order, effort).values(cuts)
+    best = int(values.argmin())
+    return replace(start, cuts=cuts[best], value=float(values[best])) if values[best] < start.value else start
+
+
+def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> Start:
+    """Cuts for the order, order for the cuts, until neither helps or the rounds are over."""
+    current = start
+    for _ in range(_TURNS):
+        before = current.value
+        found = refine(Valuation(problem, current.order, effort), current.cuts, rounds=rounds)
+        if found.value <= current.value:
+            current = replace(current, cuts=found.cuts, value=found.value)
+        current = _reordered(problem, current, effort)
+        if current.value >= before * (1 - 1e-6) or effort.is_spent or rounds < 16:
+            break
+    return current
+
+
+def _reordered(problem: Problem, start: Start, effort: Effort) -> Start:
+    """The start with a better order, where the user leaves the order to us."""
+    if problem.options.family not in (None, ScheduleFamily.LIST) or _fixes_order(problem.options):
+        return start
+    order, value = reorder(Valuation(problem, start.order, effort), start.cuts)
+    if value >= start.value * (1 - 1e-9):
+        return start
+    listed = ScheduleSpec(
+        family=ScheduleFamily.LIST,
+        num_ranks=problem.num_ranks,
+        num_microbatches=problem.num_microbatches,
+        num_loops=start.spec.num_loops,
     )
+    return replace(start, spec=listed, order=order, value=value)
 
 
-def _loops(problem: _Problem) -> tuple[int, ...]:
-    """Stages per rank to try."""
-    options = problem.options
-    if options.num_loops is not None:
-        return (options.num_loops,)
-    if options.split_points:  # they say how many stages there are
-        return (max(1, (len(options.split_points) + 1) // problem.num_ranks),)
-    if options.family is ScheduleFamily.ONE_F_ONE_B:
-        return (1,)
-    most = len(legal_cuts(problem.graph)) + 1
-    # A lone rank gains nothing by looping; one loop is always tried, so that too few cuts are an error, not a silence.
-    return tuple(v for v in _LOOPS if v == 1 or (problem.num_ranks > 1 and v * problem.num_ranks <= most))
+def _fixes_order(options: SearchOptions) -> bool:
+    return options.microbatches_per_loop is not None or options.prefetch_forwards is not None
 
 
-def _specs(problem: _Problem, num_loops: int) -> Iterator[ScheduleSpec]:
-    """Orders to try. A family that the user names meets all the user's numbers, and refuses those it has no use for."""
-    options, ranks, microbatches = problem.options, problem.num_ranks, problem.num_microbatches
-    family, per_loop, prefetch = options.family, options.microbatches_per_loop, options.prefetch_forwards
-    base = ScheduleSpec(
-        family=ScheduleFamily.GPIPE, num_ranks=ranks, num_microbatches=microbatches, num_loops=num_loops
+def _shaken(problem: Problem, start: Start, effort: Effort) -> Start:
+    """Random moves and descents from the best, with the same random numbers each time."""
+    generator = np.random.default_rng(0)
+    current = start
+    for number in range(_SHAKES):
+        if effort.is_spent:
+            break
+        valuation = Valuation(problem, current.order, effort)
+        best = Refined(cuts=current.cuts, value=current.value)
+        for _ in range(_REORDER_EVERY):
+            if effort.is_spent:
+                break
+            best = shake(valuation, best, generator)
+        current = replace(current, cuts=best.cuts, value=best.value)
+        if number % 2 == 0:
+            current = _reordered(problem, current, effort)
+    return current
+
+
+def _is_small(problem: Problem, begun: list[Start]) -> bool:
+    operations = len(problem.positions)
+    if operations > _EXHAUSTIVE_OPERATIONS:
+        return False
+    number = sum(comb(operations, start.order.num_stages - 1) for start in begun)
+    return number <= _EXHAUSTIVE
+
+
+def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
+    """Each order on the best of all slicings there are."""
+    unlimited = Effort(left_s=np.inf)
+    for start in begun:
+        chosen = list(combinations(problem.positions.tolist(), start.order.num_stages - 1))
+        cuts = np.asarray(chosen, dtype=np.int64).reshape(len(chosen), -1)
+        values = Valuation(problem, start.order, unlimited).values(cuts)
+        best = int(values.argmin())
+        yield replace(start, cuts=cuts[best], value=float(values[best]))
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def _planned(problem: Problem, best: Start, recompute: tuple[int, ...], begun: list[Start]) -> Planned:
+    """The plan, after it has been executed as ranks will execute it."""
+    slices = Slices(problem, best.cuts[None], best.order.stage_ranks, recompute)
+    schedule = _schedule(best)
+    stages = _stage_costs(slices)
+    forward, back = slices.message_bytes
+    sizes = tuple(
+        MessageBytes(forward_bytes=round(there), gradient_bytes=round(gradient))
+        for there, gradient in zip(forward[:, 0].tolist(), back[:, 0].tolist(), strict=True)
     )
-    prefetches = range(ranks) if prefetch is None else (prefetch,)
-    if family is ScheduleFamily.GPIPE or (family is None and per_loop is None and not prefetch):
-        yield replace(base, microbatches_per_loop=per_loop, prefetch_forwards=prefetch or 0)
-    if family is ScheduleFamily.ONE_F_ONE_B or (family is None and per_loop is None and num_loops == 1):
-        for forwards in prefetches:
-            yield replace(
-                base,
-                family=ScheduleFamily.ONE_F_ONE_B,
-                microbatches_per_loop=per_loop,
-                prefetch_forwards=forwards,
-            )
-    if family is ScheduleFamily.LOOPED or (family is None and (per_loop is not None or num_loops > 1)):
-        blocks = {size for size in (ranks, 2 * ranks, microbatches) if size <= microbatches}
-        for block in sorted(blocks) if per_loop is None else (per_loop,):
-            for forwards in prefetches:
-                yield replace(
-                    base,
-                    family=ScheduleFamily.LOOPED,
-                    microbatches_per_loop=block,
-                    prefetch_forwards=forwards,
-                )
-
-
-def _plan(problem: _Problem, best: _Candidate) -> PipelinePlan:
-    graph, cuts = problem.graph, best.slicing.cuts
-    ranges = best.slicing.ranges(len(graph.nodes))
-    stages = tuple(
-        StageSpec(index=index, rank=index % problem.num_ranks, op_range=op_range, params=params, cost=cost)
-        for index, (op_range, params, cost) in enumerate(
-            zip(ranges, stage_params(graph, cuts), stage_costs(graph, problem.costs, cuts), strict=True)
+    timeline = simulate(lower(schedule, slices.messages), stages, slices.messages, sizes, problem.machine)
+    ends = np.zeros(problem.num_ranks)
+    for interval in timeline.intervals:
+        if interval.action.kind.is_compute:
+            ends[interval.rank] = max(ends[interval.rank], interval.end_s)
+    estimate_s = float((ends + slices.optimizer_s[:, 0]).max())
+    if abs(estimate_s - best.value) > 1e-6 * best.value:
+        raise InternalError(
+            id="PF311", what=f"the plan takes {estimate_s} s as executed, {best.value} s as searched", where=str(best.spec)
         )
-    )
-    return PipelinePlan(
-        graph_fingerprint=graph.fingerprint,
-        slicing=best.slicing,
+    return Planned(
+        cuts=tuple(best.cuts.tolist()),
+        schedule=schedule,
+        recompute=recompute,
         stages=stages,
-        edges=edges_of(graph, cuts),
-        spec=best.spec,
-        estimate=Estimate(step_s=best.step_s, peak_bytes=best.memory.peak_bytes),
+        estimate_s=estimate_s,
+        lower_bound=lower_bound(problem),
+        memory=MemoryProfile(best.order).items(slices),
+        timeline=timeline,
+        runners_up=runners_up(problem, best, begun, recompute),
     )
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+def _schedule(best: Start) -> Schedule:
+    if best.spec.family is ScheduleFamily.LIST:
+        return schedule_of(best.order, best.spec)
+    schedule = build(best.spec)
+    is_whole = not best.order.is_split or order_of(schedule).is_split
+    return schedule if is_whole else schedule_of(best.order, best.spec)
 
 
-def _limit(problem: _Problem, rank: int) -> int:
-    return int(problem.machine.device_of(rank).memory_bytes * problem.options.memory_fraction)
-
-
-def _excess(problem: _Problem, candidate: _Candidate) -> dict[int, int]:
-    """Bytes too many, for each rank that has too many."""
-    over = {rank: peak - _limit(problem, rank) for rank, peak in enumerate(candidate.memory.peak_bytes)}
-    return {rank: num_bytes for rank, num_bytes in over.items() if num_bytes > 0}
-
-
-def _does_not_fit(problem: _Problem, found: list[_Candidate]) -> PfeifeError:
-    nearest = min(found, key=lambda candidate: max(_excess(problem, candidate).values()))
-    excess = _excess(problem, nearest)
-    rows = [
-        f"rank {rank} needs {nearest.memory.peak_bytes[rank]} bytes ({nearest.memory.static_bytes[rank]} of them "
-        f"parameters, gradients, optimizer state), may use {_limit(problem, rank)}: {num_bytes} too many"
-        for rank, num_bytes in excess.items()
-    ]
-    total = sum(nearest.memory.peak_bytes)
-    smallest = min(_limit(problem, rank) for rank in range(problem.num_ranks))
-    return PfeifeError(
-        id="PF302",
-        what=f"no plan fits into memory; the nearest one exceeds it on {len(excess)} of {problem.num_ranks} ranks",
-        where="\n".join(rows),
-        why=f"all stages together need {total} bytes, the devices give {smallest} each",
-        hints=(
-            f"at least {max(problem.num_ranks + 1, -(-total // max(smallest, 1)))} processes",
-            "more micro-batches, so that each is smaller",
-        ),
+def _stage_costs(slices: Slices) -> tuple[StageCost, ...]:
+    backward = slices.backward_s
+    weight = backward[1] if len(backward) > 1 else slices.backward_weight_s
+    whole = backward[0] + backward[1] if len(backward) > 1 else backward[0]
+    table = np.stack(
+        (
+            slices.forward_s,
+            whole,
+            weight,
+            slices.stage_param_bytes,
+            slices.saved_bytes,
+            np.maximum(slices.forward_peak_bytes - slices.saved_bytes, slices.backward_workspace_bytes),
+        )
+    )[:, :, 0]
+    return tuple(
+        StageCost(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            backward_weight_s=weight_s,
+            param_bytes=round(param),
+            saved_bytes=round(saved),
+            workspace_bytes=round(workspace),
+        )
+        for forward_s, backward_s, weight_s, param, saved, workspace in table.T.tolist()
     )
 
-
-def _nothing_runs(problem: _Problem) -> PfeifeError:
-    """Every order was refused as a deadlock: draw the first one."""
-    num_loops = _loops(problem)[0]
-    schedule = build(next(_specs(problem, num_loops)))
-    try:
-        lower(schedule, chain_messages(schedule.stage_ranks))
-    except PfeifeError as error:
-        return error
-    return InternalError(id="PF311", what="an order was refused that can run", where=str(schedule.spec))

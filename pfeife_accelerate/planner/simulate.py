@@ -1,23 +1,31 @@
 """How long a step takes.
 
-Models: one compute queue per rank; latency + bytes/bandwidth for each transfer, one transfer at a time on each
-directed link, both directions at once; transfers overlap compute.
-Ignores: contention between links, host overhead, the optimizer step, receives that are posted late.
+Models: one compute queue per rank; the host's time for each action; latency + bytes/bandwidth for each transfer, one
+transfer at a time on each directed link, both directions at once; transfers overlap compute.
+Ignores: contention between links, the optimizer step, receives that are posted late.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import Action, ActionKind, Interval, Machine, Schedule, StageCost, Timeline
-from pfeife_accelerate.planner.stage_costs import MessageBytes
 from pfeife_accelerate.schedule import Messages, Transfer, transfer_of
 from pfeife_accelerate.schedule.lowering import add_sends
 from pfeife_accelerate.schedule.messages import Routes
 
-__all__ = ["simulate"]
+__all__ = ["MessageBytes", "simulate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageBytes:
+    """Sizes of one message of one micro-batch; a tuple of them is aligned with the messages it belongs to."""
+
+    forward_bytes: int
+    gradient_bytes: int
 
 
 def simulate(
@@ -52,7 +60,7 @@ class _Simulation:
         self.costs = stage_costs
         self.routes = routes
         self.sizes = sizes
-        self.link = machine.link
+        self.machine = machine
         self.needs_forward = schedule.has_forward
         self.ran_s: dict[tuple[bool, int, int], float] = {}  # (is a backward, stage, micro-batch) -> end
         self.arrived_s: dict[Transfer, float] = {}
@@ -90,7 +98,7 @@ class _Simulation:
         if ready_s is None:
             return False
         start_s = max(ready_s, self.rank_free_s[rank])
-        end_s = start_s + _duration_s(kind, self.costs[action.stage])
+        end_s = start_s + self._duration_s(kind, self.costs[action.stage], rank)
         self.rank_free_s[rank] = end_s
         if kind is not ActionKind.WEIGHT_GRADIENT:
             self.ran_s[kind.is_backward, action.stage, action.microbatch] = end_s
@@ -100,9 +108,10 @@ class _Simulation:
     def _send(self, action: Action, rank: int) -> None:
         transfer = transfer_of(action, rank)
         size = self.sizes[transfer.producer_stage, transfer.consumer_rank]
-        pair = (rank, -1 if action.peer is None else action.peer)
+        pair = (rank, rank if action.peer is None else action.peer)
         start_s = max(self.rank_free_s[rank], self.link_free_s[pair])  # a send follows the compute that made it
-        end_s = start_s + self.link.transfer_s(size.gradient_bytes if transfer.is_gradient else size.forward_bytes)
+        num_bytes = size.gradient_bytes if transfer.is_gradient else size.forward_bytes
+        end_s = start_s + self.machine.link_of(*pair).transfer_s(num_bytes)
         self.link_free_s[pair] = self.arrived_s[transfer] = end_s
         self.intervals.append(Interval(action=action, rank=rank, start_s=start_s, end_s=end_s))
 
@@ -128,9 +137,15 @@ class _Simulation:
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
-
-def _duration_s(kind: ActionKind, cost: StageCost) -> float:
-    if kind is ActionKind.FORWARD:
-        return cost.forward_s
-    # Stage costs do not tell the halves of a backward apart: half each.
-    return cost.backward_s if kind is ActionKind.BACKWARD else cost.backward_s / 2
+    def _duration_s(self, kind: ActionKind, cost: StageCost, rank: int) -> float:
+        device = self.machine.device_of(rank)
+        match kind:
+            case ActionKind.FORWARD:
+                seconds = cost.forward_s
+            case ActionKind.BACKWARD:
+                seconds = cost.backward_s
+            case ActionKind.INPUT_GRADIENT:
+                seconds = cost.backward_s - cost.backward_weight_s
+            case _:
+                seconds = cost.backward_weight_s
+        return max(seconds, device.action_s) if device.runs_ahead else seconds + device.action_s

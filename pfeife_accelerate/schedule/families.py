@@ -1,6 +1,7 @@
 """The orders we know, as pure generators of compute-only schedules.
 
-Models: gpipe, 1F1B with prefetch, and the looped order of the Pfeife paper. Stage s lives on rank s mod D.
+Models: gpipe, 1F1B with prefetch, the looped order of the Pfeife paper, Megatron-LM's interleaved one; and those that a
+scheduler finds where all jobs last equally long: waves, zero bubble (Qi et al., 2023).
 Ignores: transfers (`lowering` adds them), time, and whether an order can run at all (`validate` proves that).
 
 Legend: D ranks, M micro-batches, v loops, L micro-batches per loop, P prefetched forwards; r is a rank.
@@ -8,36 +9,46 @@ Legend: D ranks, M micro-batches, v loops, L micro-batches per loop, P prefetche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from pfeife_accelerate.errors import InternalError, PfeifeError, assert_never
-from pfeife_accelerate.ir.actions import Action, ActionKind, Schedule, ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.ir.actions import ActionKind, Schedule, ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.schedule.messages import chain_messages
+from pfeife_accelerate.schedule.order import Jobs, Order, schedule_of
+from pfeife_accelerate.schedule.unit_orders import unit_order
 from pfeife_accelerate.schedule.validate import is_executable
 
-__all__ = ["backward_only", "build", "build_for", "forward_only", "gpipe", "looped", "one_f_one_b"]
-
-Actions = tuple[Action, ...]
+__all__ = ["backward_only", "build", "build_for", "forward_only", "gpipe", "looped", "numbered", "one_f_one_b"]
 
 
 def build(spec: ScheduleSpec) -> Schedule:
     """The schedule that `spec` describes; it may still deadlock, see `is_executable`."""
+    return schedule_of(numbered(spec), spec)
+
+
+def numbered(spec: ScheduleSpec) -> Order:
+    """The same with numbers for jobs, as the planner compares them."""
     match spec.family:
         case ScheduleFamily.GPIPE:
             # One block of all micro-batches, and no backward before the last forward.
-            per_rank = tuple(
-                _forwards(spec, r, spec.num_microbatches) + _backwards(spec, r, spec.num_microbatches)
-                for r in range(spec.num_ranks)
-            )
+            number = spec.num_microbatches
+            jobs = [np.concatenate((_forwards(spec, r, number), _backwards(spec, r, number))) for r in _ranks(spec)]
         case ScheduleFamily.ONE_F_ONE_B:
-            per_rank = tuple(_looped_rank(spec, r, spec.num_microbatches) for r in range(spec.num_ranks))
+            jobs = [_looped_rank(spec, r, spec.num_microbatches, spec.prefetch_forwards) for r in _ranks(spec)]
         case ScheduleFamily.LOOPED:
-            per_rank = tuple(_looped_rank(spec, r, spec.block) for r in range(spec.num_ranks))
+            jobs = [_looped_rank(spec, r, spec.block, spec.prefetch_forwards) for r in _ranks(spec)]
+        case ScheduleFamily.INTERLEAVED:
+            jobs = [_looped_rank(spec, r, spec.block, spec.num_ranks - 1) for r in _ranks(spec)]
+        case ScheduleFamily.WAVE | ScheduleFamily.ZB_H1 | ScheduleFamily.ZB_V:
+            return unit_order(spec)
+        case ScheduleFamily.LIST:
+            raise InternalError(id="PF213", what="an order made by list scheduling follows from no numbers")
         case _:
             assert_never(spec.family)
-    stage_ranks = tuple(stage % spec.num_ranks for stage in range(spec.num_stages))
-    return Schedule(spec=spec, per_rank=per_rank, stage_ranks=stage_ranks)
+    return Order(jobs=tuple(jobs), stage_ranks=spec.stage_ranks, num_microbatches=spec.num_microbatches)
 
 
 def gpipe(*, num_ranks: int, num_microbatches: int, num_loops: int = 1) -> Schedule:
@@ -85,34 +96,28 @@ def looped(
     )
 
 
-def _blocks(spec: ScheduleSpec, block: int) -> Iterator[range]:
-    for first in range(0, spec.num_microbatches, block):
-        yield range(first, min(first + block, spec.num_microbatches))
+def _ranks(spec: ScheduleSpec) -> range:
+    return range(spec.num_ranks)
 
 
-def _owned(spec: ScheduleSpec, rank: int) -> range:
-    return range(rank, spec.num_stages, spec.num_ranks)
+def _in_blocks(spec: ScheduleSpec, stages: Sequence[int], block: int) -> Jobs:
+    """For each block of micro-batches, for each of the stages, all of the block."""
+    number = spec.num_microbatches
+    first = np.asarray(stages, dtype=np.int64)[:, None] * number
+    blocks = [np.arange(start, min(start + block, number)) for start in range(0, number, block)]
+    return np.concatenate([(first + microbatches).ravel() for microbatches in blocks])
 
 
-def _forwards(spec: ScheduleSpec, rank: int, block: int) -> Actions:
-    return tuple(
-        Action(kind=ActionKind.FORWARD, stage=stage, microbatch=microbatch)
-        for microbatches in _blocks(spec, block)
-        for stage in _owned(spec, rank)
-        for microbatch in microbatches
-    )
+def _forwards(spec: ScheduleSpec, rank: int, block: int) -> Jobs:
+    return _in_blocks(spec, range(rank, spec.num_stages, spec.num_ranks), block)
 
 
-def _backwards(spec: ScheduleSpec, rank: int, block: int) -> Actions:
-    return tuple(
-        Action(kind=ActionKind.BACKWARD, stage=stage, microbatch=microbatch)
-        for microbatches in _blocks(spec, block)
-        for stage in reversed(_owned(spec, rank))
-        for microbatch in microbatches
-    )
+def _backwards(spec: ScheduleSpec, rank: int, block: int) -> Jobs:
+    owned = reversed(range(rank, spec.num_stages, spec.num_ranks))
+    return _in_blocks(spec, tuple(owned), block) + spec.num_stages * spec.num_microbatches
 
 
-def _looped_rank(spec: ScheduleSpec, rank: int, block: int) -> Actions:
+def _looped_rank(spec: ScheduleSpec, rank: int, block: int, prefetch: int) -> Jobs:
     """Rank r's order: W_r - 1 forwards, then (forward, backward) while forwards last, then backwards.
 
     W_r = (v-1)·L + (D-r) + min(D-r-1, P); with one loop L does not matter. D=2 M=4 v=1 P=0, where W = 2, 1:
@@ -122,12 +127,9 @@ def _looped_rank(spec: ScheduleSpec, rank: int, block: int) -> Actions:
     """
     forwards, backwards = _forwards(spec, rank, block), _backwards(spec, rank, block)
     later_ranks = spec.num_ranks - rank - 1
-    warm_up = (spec.num_loops - 1) * block + later_ranks + min(later_ranks, spec.prefetch_forwards)
-    warm_up = min(warm_up, len(forwards))
-    order = list(forwards[:warm_up])
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += (forward, backward)
-    return (*order, *backwards[len(forwards) - warm_up :])
+    warm_up = min((spec.num_loops - 1) * block + later_ranks + min(later_ranks, prefetch), len(forwards))
+    pairs = np.stack((forwards[warm_up:], backwards[: len(forwards) - warm_up]), axis=1)
+    return np.concatenate((forwards[:warm_up], pairs.ravel(), backwards[len(forwards) - warm_up :]))
 
 
 def forward_only(schedule: Schedule) -> Schedule:

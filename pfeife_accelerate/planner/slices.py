@@ -1,0 +1,245 @@
+"""What slicings make of a graph: the costs of stages and of what they send, for many slicings at once.
+
+Models: sums by prefix; tensors sent directly from producer to each rank that reads them, once; parameters and optimizer
+steps once a rank; a stage that recomputes keeps its inputs alone and runs its forward again in the backward.
+Ignores: order and overlap.
+
+Legend: arrays have a row for each stage, message or rank, and a column for each slicing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from pfeife_accelerate.planner.problem import Floats, Ints, Problem
+from pfeife_accelerate.schedule.messages import Message, Messages
+
+__all__ = ["Slices"]
+
+_MOST_CELLS = 20_000_000
+
+
+class Slices:
+    """Some slicings of one problem with one placement: `cuts` has a row for each slicing.
+
+    `nearest_only` leaves out what passes over a stage: for a first look, where slicings have little else in common.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        cuts: Ints,
+        stage_ranks: Sequence[int],
+        recompute: Sequence[int] = (),
+        *,
+        nearest_only: bool = False,
+    ) -> None:
+        self.nearest_only = nearest_only
+        self.problem = problem
+        self.cuts = cuts
+        self.stage_ranks = np.asarray(stage_ranks, dtype=np.int64)
+        self.recompute = np.isin(np.arange(len(self.stage_ranks)), np.asarray(recompute, dtype=np.int64))
+        number = len(cuts)
+        ends = np.full((number, 1), len(problem.graph.nodes))
+        bounds = np.concatenate((np.zeros((number, 1), dtype=np.int64), cuts, ends), axis=1).T
+        self.first, self.last = bounds[:-1], bounds[1:]
+
+    def __len__(self) -> int:
+        """How many slicings."""
+        return len(self.cuts)
+
+    def _sum(self, prefix: Floats) -> Floats:
+        return prefix[self.last] - prefix[self.first]
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """Seconds of each stage's forward, without the host's."""
+        return self._sum(self.problem.forward_s)
+
+    @cached_property
+    def backward_s(self) -> tuple[Floats, ...]:
+        """Seconds of each stage's backward, whole or in its two halves, without the host's."""
+        halves = self._sum(self.problem.backward_input_s), self._sum(self.problem.backward_weight_s)
+        again = self.forward_s * self.recompute[:, None]
+        return (halves[0] + again, halves[1]) if self.problem.is_split else (halves[0] + halves[1] + again,)
+
+    @cached_property
+    def backward_weight_s(self) -> Floats:
+        """The part of each stage's backward for the gradients of parameters."""
+        return self._sum(self.problem.backward_weight_s)
+
+    @cached_property
+    def durations(self) -> Floats:
+        """Rows for `messages`: forwards, backwards (halves apart), messages, their ways back."""
+        devices = [self.problem.machine.device_of(int(rank)) for rank in self.stage_ranks]
+        host_s = np.asarray([device.action_s for device in devices])[:, None]
+        ahead = np.asarray([device.runs_ahead for device in devices])[:, None]
+        rows = [np.where(ahead, np.maximum(part, host_s), part + host_s) for part in (self.forward_s, *self.backward_s)]
+        (latency, rate), (there, back) = self._links(self.messages), self.message_bytes
+        # A message of no bytes still takes its latency, one that a slicing does not have takes nothing.
+        seconds = self._traffic[3] * (latency + there / rate)
+        return np.concatenate((*rows, seconds, (back > 0) * (latency + back / rate)))
+
+    def durations_for(self, messages: Messages) -> Floats:
+        """`durations` with the rows of other messages, which include ours; those that no slicing has take nothing."""
+        if messages == self.messages:
+            return self.durations
+        own, others = len(self.messages), len(messages)
+        jobs = len(self.durations) - 2 * own
+        place = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(messages)}
+        rows = np.asarray([place[m.producer_stage, m.consumer_rank] for m in self.messages], dtype=np.int64)
+        table = np.zeros((jobs + 2 * others, len(self)))
+        table[:jobs] = self.durations[:jobs]
+        table[jobs + rows] = self.durations[jobs : jobs + own]
+        table[jobs + others + rows] = self.durations[jobs + own :]
+        return table
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> Messages:
+        """All messages that any of the slicings has, those within a rank too; what a slicing lacks takes no time."""
+        return self._traffic[0]
+
+    @property
+    def message_bytes(self) -> tuple[Floats, Floats]:
+        """Bytes of each message, and of its gradient."""
+        return self._traffic[1], self._traffic[2]
+
+    @cached_property
+    def _traffic(self) -> tuple[Messages, Floats, Floats, Floats]:
+        column, value, producer, reader = self._crossings()
+        if self.nearest_only:
+            near = reader == producer + 1
+            column, value, producer, reader = column[near], value[near], producer[near], reader[near]
+        num_ranks, num_slicings, num_stages = self.problem.num_ranks, len(self), len(self.stage_ranks)
+        rank = self.stage_ranks[reader]
+        # A tensor goes once to each rank that reads it, whichever of its stages do.
+        num_values = len(self.problem.graph.values)
+        once = _first_of_each((column * num_values + value) * num_ranks + rank, num_slicings * num_values * num_ranks)
+        key = producer * num_ranks + rank
+        pairs = np.flatnonzero(np.bincount(key, minlength=num_stages * num_ranks))
+        index = np.zeros(num_stages * num_ranks, dtype=np.int64)
+        index[pairs] = np.arange(len(pairs))
+        route = index[key]
+        forward, gradient = self.problem.value_bytes
+        cell = route[once] * num_slicings + column[once]
+        shape = (len(pairs), num_slicings)
+
+        def total(sizes: Floats | None) -> Floats:
+            weights = None if sizes is None else sizes[value[once]]
+            return np.bincount(cell, weights, minlength=shape[0] * shape[1]).reshape(shape)
+
+        there, back = total(forward), total(gradient)
+        consumers: list[list[int]] = [[] for _ in pairs]
+        for side in np.flatnonzero(np.bincount(route * num_stages + reader)).tolist():
+            consumers[side // num_stages].append(side % num_stages)
+        found = tuple(
+            Message(
+                producer_stage=pair // num_ranks,
+                consumer_rank=pair % num_ranks,
+                consumer_stages=tuple(stages),
+                has_grad=grad,
+            )
+            for pair, stages, grad in zip(pairs.tolist(), consumers, back.any(axis=1).tolist(), strict=True)
+        )
+        return found, there, back, total(None) > 0
+
+    def _links(self, messages: Messages) -> tuple[Floats, Floats]:
+        ranks = self.stage_ranks.tolist()
+        links = [self.problem.machine.link_of(ranks[m.producer_stage], m.consumer_rank) for m in messages]
+        latency = np.asarray([link.latency_s for link in links]).reshape(-1, 1)
+        return latency, np.asarray([link.bytes_per_s for link in links]).reshape(-1, 1)
+
+    def _crossings(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """(slicing, value, its stage, a stage that reads it) of every read that crosses a cut."""
+        value, producer, reader = self.problem.reads
+        starts = np.zeros((len(self), len(self.problem.graph.nodes)), dtype=np.int16)  # small: these arrays are large
+        np.put_along_axis(starts, self.cuts, 1, axis=1)
+        stage = np.cumsum(starts, axis=1, dtype=np.int16)
+        made, read = stage[:, producer], stage[:, reader]
+        column, which = np.nonzero(made != read)
+        return column, value[which], made[column, which].astype(np.int64), read[column, which].astype(np.int64)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def input_bytes(self) -> Floats:
+        """Bytes that each stage reads from others."""
+        column, value, _, reader = self._crossings()
+        key, once = np.unique((column * len(self.problem.graph.values) + value) * len(self.stage_ranks) + reader,
+                              return_index=True)  # fmt: skip
+        cell = reader[once] * len(self) + column[once]
+        sizes = self.problem.value_bytes[0][value[once]]
+        shape = (len(self.stage_ranks), len(self))
+        return np.bincount(cell, sizes, minlength=shape[0] * shape[1]).reshape(shape)
+
+    @cached_property
+    def saved_bytes(self) -> Floats:
+        """What each stage keeps from forward to backward."""
+        saved = self._sum(self.problem.saved_bytes)
+        return np.where(self.recompute[:, None], self.input_bytes, saved) if self.recompute.any() else saved
+
+    @cached_property
+    def forward_peak_bytes(self) -> Floats:
+        """The most that each stage's forward holds, what it keeps included."""
+        peak = self.problem.peak_bytes(self.first, self.last)
+        if not self.recompute.any():
+            return peak
+        return np.where(self.recompute[:, None], peak - self._sum(self.problem.saved_bytes) + self.input_bytes, peak)
+
+    @cached_property
+    def backward_workspace_bytes(self) -> Floats:
+        """What each stage's backward holds beyond what its forward kept."""
+        workspace = self.problem.peak_bytes(self.first, self.last) - self._sum(self.problem.saved_bytes)
+        again = self._sum(self.problem.saved_bytes) * self.recompute[:, None]
+        return workspace + again
+
+    @cached_property
+    def stage_param_bytes(self) -> Floats:
+        """Parameters that each stage reads."""
+        total = self._sum(self.problem.param_bytes)
+        for use, readers in self.problem.tied:
+            stages = np.stack([(self.first <= reader).sum(axis=0) - 1 for reader in readers])
+            for stage in range(len(total)):
+                total[stage] += (stages == stage).any(axis=0) * use.num_bytes
+        return total
+
+    def _per_rank(self, prefix: Floats, field: str) -> Floats:
+        total = np.zeros((self.problem.num_ranks, len(self)))
+        np.add.at(total, self.stage_ranks, self._sum(prefix))
+        for use, readers in self.problem.tied:
+            stages = np.stack([(self.first <= reader).sum(axis=0) - 1 for reader in readers])
+            ranks = self.stage_ranks[stages]
+            for rank in range(self.problem.num_ranks):
+                total[rank] += (ranks == rank).any(axis=0) * getattr(use, field)
+        return total
+
+    @cached_property
+    def state_bytes(self) -> Floats:
+        """Parameters, gradients and optimizer state of each rank."""
+        return self._per_rank(self.problem.state_bytes, "state_bytes")
+
+    @cached_property
+    def param_bytes(self) -> Floats:
+        """Parameters of each rank."""
+        return self._per_rank(self.problem.param_bytes, "num_bytes")
+
+    @cached_property
+    def optimizer_s(self) -> Floats:
+        """Seconds of each rank's optimizer step."""
+        return self._per_rank(self.problem.optimizer_s, "optimizer_s")
+
+
+def _first_of_each(keys: Ints, num_keys: int) -> Ints:
+    """The position of one entry for each different key, in the keys' order."""
+    if num_keys > _MOST_CELLS:
+        return np.unique(keys, return_index=True)[1]
+    where = np.full(num_keys, -1, dtype=np.int32)  # without sorting: this is where the search spends its time
+    where[keys] = np.arange(len(keys), dtype=np.int32)
+    return where[where >= 0].astype(np.int64)

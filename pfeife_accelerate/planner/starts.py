@@ -1,0 +1,182 @@
+"""The orders and slicings that the search starts from: every family, several numbers of loops, several profiles.
+
+Models: what the user fixes is obeyed; a family that the user names meets all the user's numbers, and refuses those it has
+no use for. Ignores: how good a start is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.planner.problem import Ints, Problem
+from pfeife_accelerate.planner.shapes import equal_time_cuts, profiles, shaped_cuts
+from pfeife_accelerate.planner.slices import Slices
+from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
+from pfeife_accelerate.schedule.families import numbered
+from pfeife_accelerate.schedule.order import Order, order_of, split_backwards
+
+__all__ = ["Start", "family_name", "specs", "starting_cuts", "starts"]
+
+_LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+_MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
+_ENOUGH_STAGES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """An order on cuts, with its value."""
+
+    spec: ScheduleSpec
+    order: Order
+    cuts: Ints
+    value: float
+
+    @property
+    def family(self) -> str:
+        """How the table of families calls it."""
+        return family_name(self.spec)
+
+
+def family_name(spec: ScheduleSpec) -> str:
+    """The family, with what tells its members apart."""
+    name = spec.family.value
+    if spec.family is ScheduleFamily.LOOPED and spec.num_loops == 1:
+        return "1f1b"
+    if spec.family is ScheduleFamily.ONE_F_ONE_B and spec.prefetch_forwards:
+        return "1f1b with prefetch"
+    return name
+
+
+def loops(problem: Problem) -> tuple[int, ...]:
+    """Stages per rank to try."""
+    options, ranks = problem.options, problem.num_ranks
+    most = len(problem.positions) + 1
+    if options.cuts is not None:
+        return (max(1, (len(options.cuts) + 1) // ranks),)
+    if options.num_loops is not None:
+        if options.num_loops * ranks > most:
+            raise _too_few_cuts(problem, options.num_loops * ranks)
+        return (options.num_loops,)
+    if ranks > most:
+        raise _too_few_cuts(problem, ranks)
+    family = options.family
+    if family in (ScheduleFamily.ONE_F_ONE_B, ScheduleFamily.ZB_H1) or ranks == 1:
+        return (1,)
+    if family is ScheduleFamily.ZB_V:
+        return (2,)
+    return tuple(v for v in _LOOPS if v == 1 or (v * ranks <= most and _is_looked_at(problem, v)))
+
+
+def _is_looked_at(problem: Problem, num_loops: int) -> bool:
+    stages = num_loops * problem.num_ranks
+    jobs = 2 * stages * problem.num_microbatches
+    return jobs <= _MOST_JOBS and (stages <= _ENOUGH_STAGES or num_loops <= 2)
+
+
+def _too_few_cuts(problem: Problem, num_stages: int) -> PfeifeError:
+    most = len(problem.graph.legal_cuts) + 1
+    return PfeifeError(
+        id="PF301",
+        what=f"the model cannot be cut into {num_stages} stages",
+        where=f"{len(problem.graph.nodes)} operations, {most - 1} positions where a cut is legal",
+        why=f"{num_stages} stages need {num_stages - 1} cuts",
+        hints=(f"at most {most} stages: fewer processes or num_loops=1",),
+    )
+
+
+def specs(problem: Problem, num_loops: int) -> Iterator[ScheduleSpec]:
+    """The members of families to try with so many stages a rank."""
+    options, ranks, microbatches = problem.options, problem.num_ranks, problem.num_microbatches
+    family, per_loop, prefetch = options.family, options.microbatches_per_loop, options.prefetch_forwards
+    base = ScheduleSpec(
+        family=ScheduleFamily.GPIPE, num_ranks=ranks, num_microbatches=microbatches, num_loops=num_loops
+    )
+    is_free = family in (None, ScheduleFamily.LIST)
+    if family is not None and not is_free and family not in (ScheduleFamily.ONE_F_ONE_B, ScheduleFamily.LOOPED):
+        yield replace(base, family=family, microbatches_per_loop=per_loop, prefetch_forwards=prefetch or 0)
+        return
+    prefetches = (ranks - 1, 0) if prefetch is None else (prefetch,)
+    if is_free and per_loop is None and not prefetch and num_loops == 1:
+        yield base
+    if family is ScheduleFamily.ONE_F_ONE_B or (is_free and per_loop is None and num_loops == 1):
+        for forwards in dict.fromkeys((*prefetches, *((ranks // 2,) if prefetch is None else ()))):
+            yield replace(
+                base, family=ScheduleFamily.ONE_F_ONE_B, microbatches_per_loop=per_loop, prefetch_forwards=forwards
+            )
+    if family is ScheduleFamily.LOOPED or (is_free and (per_loop is not None or num_loops > 1)):
+        blocks = dict.fromkeys((min(ranks, microbatches), microbatches)) if per_loop is None else (per_loop,)
+        for block in blocks:
+            for forwards in dict.fromkeys(prefetches):
+                yield replace(
+                    base, family=ScheduleFamily.LOOPED, microbatches_per_loop=block, prefetch_forwards=forwards
+                )
+    if is_free and per_loop is None and prefetch is None and num_loops == 2 and ranks > 1:
+        yield replace(base, family=ScheduleFamily.WAVE)
+        if problem.is_split:
+            yield replace(base, family=ScheduleFamily.ZB_V)
+    if is_free and problem.is_split and num_loops == 1 and per_loop is None and prefetch is None:
+        yield replace(base, family=ScheduleFamily.ZB_H1)
+
+
+def starting_cuts(problem: Problem, num_loops: int, *, fine: bool) -> Ints:
+    """Slicings to value: equal time, profiles around it, equal memory; the user's own alone where there are some."""
+    if problem.options.cuts is not None:
+        return np.asarray([problem.options.cuts], dtype=np.int64)
+    stages = problem.num_ranks * num_loops
+    if stages == 1:
+        return np.empty((1, 0), dtype=np.int64)
+    weights = profiles(problem.num_ranks, num_loops, fine=fine)
+    even = np.ones((1, stages))
+    memory = problem.state_bytes + problem.saved_bytes
+    return np.unique(
+        np.concatenate(
+            (
+                equal_time_cuts(problem, stages)[None],
+                shaped_cuts(problem, weights),
+                shaped_cuts(problem, even, memory),
+                shaped_cuts(problem, even, problem.state_bytes + problem.saved_bytes * problem.num_microbatches),
+            )
+        ),
+        axis=0,
+    )
+
+
+def starts(problem: Problem, effort: Effort) -> list[Start]:
+    """Every order on the best of the starting cuts, the best first.
+
+    Less prefetch than there can be is looked at where that does not fit, and with one stage a rank.
+    """
+    found: list[Start] = []
+    for num_loops in loops(problem):
+        if found and effort.is_spent:
+            break
+        cuts = starting_cuts(problem, num_loops, fine=False)
+        placements: dict[tuple[int, ...], list[Slices]] = {}
+        fitting: set[int | None] = set()
+        for spec in specs(problem, num_loops):
+            is_looped = spec.family is ScheduleFamily.LOOPED and problem.options.prefetch_forwards is None
+            if is_looped and spec.microbatches_per_loop in fitting and problem.options.family is None:
+                continue
+            order = _order(problem, spec)
+            ranks = order.stage_ranks
+            if ranks not in placements:
+                placements[ranks] = [
+                    Slices(problem, cuts[i : i + 64], ranks, nearest_only=True) for i in range(0, len(cuts), 64)
+                ]
+            valuation = Valuation(problem, order, effort)
+            best = int(np.concatenate([valuation.value(slices) for slices in placements[ranks]]).argmin())
+            value = float(valuation.values(cuts[best][None])[0])
+            found.append(Start(spec=spec, order=order, cuts=cuts[best], value=value))
+            if is_looped and value < MISFIT_S:
+                fitting.add(spec.microbatches_per_loop)
+    return sorted((start for start in found if np.isfinite(start.value)), key=lambda start: start.value)
+
+
+def _order(problem: Problem, spec: ScheduleSpec) -> Order:
+    order = numbered(spec)
+    return split_backwards(order) if problem.is_split and not order.is_split else order

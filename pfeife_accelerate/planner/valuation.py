@@ -1,0 +1,114 @@
+"""What slicings are worth under an order: seconds where they fit into memory, far more where they do not.
+
+Models: the event graph of an order, made anew only where a slicing sends something new; what a valuation costs the
+search, so that its effort can be limited without a clock and every run gives the same plan.
+Ignores: where slicings and orders come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pfeife_accelerate.planner.event_graph import EventGraph
+from pfeife_accelerate.planner.memory import MemoryProfile
+from pfeife_accelerate.planner.problem import Floats, Ints, Problem
+from pfeife_accelerate.planner.slices import Slices
+from pfeife_accelerate.schedule.messages import Messages
+from pfeife_accelerate.schedule.order import Order
+
+__all__ = ["MISFIT_S", "Effort", "Valuation"]
+
+#: What does not fit is worth this many seconds, and one more for each byte too many.
+MISFIT_S = 1e9
+_MOST_SPARE = 2.0  # messages of an event graph for each that a slicing has; beyond it is made anew
+_BATCH_CELLS = 4_000_000  # nodes times slicings in one pass: more would leave the caches without being faster
+
+
+@dataclass
+class Effort:
+    """What the search may still spend, in seconds of an ordinary core, by estimate instead of by clock."""
+
+    left_s: float
+
+    def spend(self, seconds: float) -> None:
+        """Note that work was done."""
+        self.left_s -= seconds
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.left_s <= 0
+
+
+class Valuation:
+    """One order with a choice of stages that recompute; values any slicings."""
+
+    def __init__(self, problem: Problem, order: Order, effort: Effort, recompute: Sequence[int] = ()) -> None:
+        self.problem, self.order, self.effort = problem, order, effort
+        self.recompute = tuple(recompute)
+        self._memory: MemoryProfile | None = None
+        self._graph: EventGraph | None = None
+
+    @property
+    def memory(self) -> MemoryProfile:
+        """The order's memory profile."""
+        if self._memory is None:
+            self._memory = MemoryProfile(self.order)
+        return self._memory
+
+    def graph(self, messages: Messages) -> EventGraph:
+        """An event graph with these messages, and perhaps others: `Slices.durations_for` knows them by its own."""
+        if self._graph is None or not _includes(self._graph.messages, messages):
+            known = self._graph.messages if self._graph else ()
+            wanted = _union(known, messages) if len(known) < _MOST_SPARE * len(messages) else messages
+            self._graph = EventGraph(self.order, wanted)
+            self.effort.spend(2.3e-6 * self._graph.num_nodes)
+        return self._graph
+
+    def slices(self, cuts: Ints) -> Slices:
+        """Slicings of this placement: a row of `cuts` for each."""
+        return Slices(self.problem, cuts, self.order.stage_ranks, self.recompute)
+
+    def values(self, cuts: Ints) -> Floats:
+        """The value of each row of cuts, seconds where it fits."""
+        step = max(8, min(256, _BATCH_CELLS // max(self.order.num_jobs, len(self.problem.graph.nodes))))
+        found = [self.value(self.slices(cuts[first : first + step])) for first in range(0, len(cuts), step)]
+        return np.concatenate(found) if found else np.empty(0)
+
+    def value(self, slices: Slices) -> Floats:
+        """The value of each slicing; infinite where the order cannot run."""
+        graph = self.graph(slices.messages)
+        if not graph.runs:
+            return np.full(len(slices), np.inf)
+        self.effort.spend(
+            4e-6 * graph.num_levels + len(slices) * (6e-9 * graph.num_nodes + 4e-8 * len(self.problem.graph.nodes))
+        )
+        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s)
+        excess = np.maximum(self.memory.peaks(slices) - self.problem.limits[:, None], 0).sum(axis=0)
+        return np.where(excess > 0, MISFIT_S + excess, seconds)
+
+
+def _includes(known: Messages, messages: Messages) -> bool:
+    consumers = {(m.producer_stage, m.consumer_rank): m for m in known}
+    for message in messages:
+        found = consumers.get((message.producer_stage, message.consumer_rank))
+        if found is None or not set(message.consumer_stages) <= set(found.consumer_stages):
+            return False
+        if message.has_grad and not found.has_grad:
+            return False
+    return True
+
+
+def _union(known: Messages, messages: Messages) -> Messages:
+    found = {(m.producer_stage, m.consumer_rank): m for m in known}
+    for message in messages:
+        key = (message.producer_stage, message.consumer_rank)
+        other = found.get(key)
+        if other is not None:
+            stages = tuple(sorted({*other.consumer_stages, *message.consumer_stages}))
+            message = replace(message, consumer_stages=stages, has_grad=message.has_grad or other.has_grad)
+        found[key] = message
+    return tuple(found[key] for key in sorted(found))
