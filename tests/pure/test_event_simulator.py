@@ -12,12 +12,12 @@ from pfeife_accelerate.ir import (
     CostNode,
     CostValue,
     DeviceSpec,
+    LinkSpec,
     Machine,
     ParamUse,
     ScheduleFamily,
     ScheduleSpec,
 )
-from pfeife_accelerate.ir.machine import LinkSpec
 from pfeife_accelerate.schedule import build
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "zoo" / "benchmarks"))
