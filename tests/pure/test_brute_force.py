@@ -23,7 +23,7 @@ def results():
 
 
 def test_plans_of_small_graphs_keep_the_planners_promises(results):
-    assert {result.seed: result.ours.problems for result in results if result.ours.problems} == {}
+    assert {result.seed: result.problems for result in results if result.problems} == {}
 
 
 def test_no_plan_of_the_families_is_2_percent_better_than_ours(results):
