@@ -147,7 +147,7 @@ def markdown(results: Sequence[Result], command: str) -> str:
     worst = max(results, key=lambda result: result.ratio)
     limited = [r for r in results if r.problem.machine.device_of(0).memory_bytes < 2**50]
     rows = [
-        ("graphs", f"{len(results)}, {len(limited)} of them with a memory limit that binds"),
+        ("graphs", f"{len(results)}, {len(limited)} of them with a tight memory limit"),
         ("no plan of the families is better", f"{len(optimal)} ({len(optimal) / len(results):.1%})"),
         ("... of those with the limit", f"{sum(r.is_optimal for r in limited)} of {len(limited)}"),
         ("ours is better than all of the families", str(len(better))),
