@@ -5,7 +5,7 @@ Models: everything a rank needs to take its part, as plain data that survives JS
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
@@ -91,6 +91,17 @@ class PipelinePlan:
     def schedule(self) -> Schedule:
         """The order as actions."""
         return Schedule.parse(self.spec, self.per_rank, self.stage_ranks)
+
+    def with_swapped(self, rank: int, other: int) -> PipelinePlan:
+        """The same plan with two ranks in each other's place."""
+        place = list(range(self.num_ranks))
+        place[rank], place[other] = other, rank
+        return replace(
+            self,
+            stage_ranks=tuple(place[owner] for owner in self.stage_ranks),
+            per_rank=tuple(self.per_rank[place[r]] for r in range(self.num_ranks)),
+            peak_bytes=tuple(self.peak_bytes[place[r]] for r in range(self.num_ranks)),
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -90,9 +90,11 @@ class PipelinedModel:
         if captured is None:
             return self.gate.run(args, kwargs)
         training = wants_gradients or bool(captured.links)
-        call = self._new_call(captured, precision, training=training)
+        call = self._new_call(captured, precision)
         if self.plan is None:
             self._plan(call)
+        self.session.batch_check.show(call)
+        self.conductor.register(call, training=training)
         if self.session.mesh.world_rank == 0:
             caveats.tell(call, training=training)
         if training:
@@ -110,15 +112,13 @@ class PipelinedModel:
             return device, torch.get_autocast_dtype(device)
         return self.autocast
 
-    def _new_call(self, captured: CapturedCall, precision: tuple[str, torch.dtype] | None, *, training: bool) -> Call:
+    def _new_call(self, captured: CapturedCall, precision: tuple[str, torch.dtype] | None) -> Call:
         refuse_loss_of_inputs(captured)
         graph, arguments = captured.graph, captured.arguments
         number, links = self.conductor.next_number(), captured.links
         call = Call(number, self, graph, arguments, captured.bindings, precision, links, captured.versions)
         if call.graph.random_number:
             call.seed = take_seed()
-        self.session.batch_check.show(call)
-        self.conductor.register(call, training=training)
         return call
 
     def _all_make_it(self, training: bool) -> bool:
@@ -132,10 +132,10 @@ class PipelinedModel:
 
     def _plan(self, call: Call) -> None:
         mesh = self.session.mesh
-        plan = agree_on_plan(self.session.plugin, mesh, call, self.device)
+        plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device))
         self.states = self.capture.states()
         self.placement = Placement(plan, self.states, mesh.rank)
-        self.programs = ProgramCache(plan.spec, plan.stage_ranks, mesh.rank)
+        self.programs = ProgramCache(plan.schedule, mesh.rank)
         self.gradients = GradientBook(self.placement)
         self.own_gradients = OwnGradients(self.placement)
         self.cuts = Cuts(self, call.graph, plan)
