@@ -135,7 +135,7 @@ def run_processes(command: Sequence[str], size: int, limit_s: float) -> str:
         if size > 1:
             own = {"PFEIFE_ON_LOSS_MISMATCH": "error", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
             own |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "XDG_CACHE_HOME": str(Path(command[2]) / "cache")}
         outputs.append(Path(command[2]) / f"log.{rank}")
         with outputs[-1].open("w") as out:
             processes.append(
