@@ -1,17 +1,18 @@
-"""The order for another number of micro-batches than the plan was made for: a short last batch, or a longer one.
+"""Orders that follow from a given one: for another number of micro-batches, or with those of each stage in sequence.
 
 Models: any order on any placement. Ignores: whether another order would be faster for that number.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir.actions import Action, Schedule, ScheduleSpec
+from pfeife_accelerate.ir.actions import Action, ActionKind, Schedule, ScheduleSpec
 from pfeife_accelerate.schedule.families import build, build_for
 
-__all__ = ["for_microbatches"]
+__all__ = ["for_microbatches", "in_sequence"]
 
 
 def for_microbatches(schedule: Schedule, number: int) -> Schedule:
@@ -39,6 +40,26 @@ def for_microbatches(schedule: Schedule, number: int) -> Schedule:
         spec=_with_number(schedule.spec, number),
         per_rank=tuple(_more(actions, given, number) for actions in schedule.per_rank),
     )
+
+
+def in_sequence(schedule: Schedule) -> Schedule:
+    """The compute-only `schedule` with the micro-batches of each stage in increasing order, forwards and backwards.
+
+    The k-th forward of a stage becomes that of micro-batch k, and so on for each kind: ranks do the same work at the
+    same time, but for micro-batches of another size. If the given lists can run, so can these: before the k-th action
+    of a kind, a run of the given lists has done at least k of each action that one depends on, so that here, where they
+    come in sequence, the k-th of them is among those done.
+    """
+    return replace(schedule, per_rank=tuple(_in_sequence(actions) for actions in schedule.per_rank))
+
+
+def _in_sequence(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    done: Counter[tuple[ActionKind, int]] = Counter()
+    renumbered = []
+    for action in actions:
+        renumbered.append(replace(action, microbatch=done[action.kind, action.stage]))
+        done[action.kind, action.stage] += 1
+    return tuple(renumbered)
 
 
 def _with_number(spec: ScheduleSpec, number: int) -> ScheduleSpec:

@@ -1,7 +1,7 @@
 """Which schedule runs next: one rank of the pipeline decides, the others follow, so that all run the same sequence.
 
-The conductor is the rank of the last stage, which computes the loss. It announces every schedule by a small message
-before it starts it. A follower runs announced schedules in order, whenever its script asks for what needs them. Nobody
+The conductor is the rank of the last stage, which computes the loss; before there is a plan, the last rank. It announces
+every schedule by a small message before it starts it. A follower runs announced schedules in order, whenever its script asks for what needs them. Nobody
 therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
 
 - a follower that reads before `backward` tells the conductor (a *demand*) and waits for the announcement; the conductor

@@ -10,7 +10,7 @@ from pfeife_accelerate.capture.split import StagedGraph, split
 from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Schedule
 from pfeife_accelerate.runtime.step import MessageValues, RankProgram
-from pfeife_accelerate.schedule import Message, backward_only, for_microbatches, forward_only, lower
+from pfeife_accelerate.schedule import Message, backward_only, for_microbatches, forward_only, in_sequence, lower
 
 
 class Run(str, Enum):
@@ -61,6 +61,8 @@ class ProgramCache:
         readers = _readers(staged, loss_values, len(self.stage_ranks) - 1)
         messages, contents = self._messages(staged, readers)
         schedule = for_microbatches(self.order, num_microbatches)
+        if staged.graph.changes_buffers:  # as accumulation over the micro-batches would change it
+            schedule = in_sequence(schedule)
         match run:
             case Run.PLANNED:
                 pass

@@ -15,6 +15,7 @@ from pfeife_accelerate.schedule import (
     chain_messages,
     for_microbatches,
     forward_only,
+    in_sequence,
     looped,
     lower,
     one_f_one_b,
@@ -107,6 +108,19 @@ def test_the_numbers_of_a_block_fit_a_short_batch():
 def test_the_same_number_is_the_same_order():
     schedule = _random(3)
     assert for_microbatches(schedule, schedule.num_microbatches) is schedule
+
+
+def test_micro_batches_can_always_be_taken_in_sequence():
+    for seed in range(100):
+        schedule = _random(seed)
+        sequence = in_sequence(schedule)
+        lower(sequence, _with_skips(schedule.stage_ranks, seed))
+        for before, after in zip(schedule.per_rank, sequence.per_rank, strict=True):
+            assert [(a.kind, a.stage) for a in before] == [(a.kind, a.stage) for a in after]
+            for stage in range(schedule.num_stages):
+                for kind in "FB":
+                    numbers = [a.microbatch for a in after if (a.stage, a.kind.value) == (stage, kind)]
+                    assert numbers == list(range(len(numbers)))
 
 
 @pytest.mark.parametrize("number", [0, -1])

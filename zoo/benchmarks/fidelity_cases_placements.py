@@ -14,6 +14,7 @@ _SHAPES: dict[int, dict[str, tuple[str, int]]] = {
         "contrastive": ("v", 2),
         "logits_read_late_on_one_rank": ("scattered", 3),
         "adversaries": ("v", 2),
+        "batch_norm_in_training_mode": ("scattered", 2),
         "norms_and_clipping": ("v", 2),
         "two_backwards_through_one_call": ("idle", 2),
         "a_trainable_head_outside": ("v", 3),
