@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 from pfeife_accelerate.errors import PfeifeError, did_you_mean
@@ -20,6 +21,7 @@ __all__ = [
     "SCHEDULES",
     "SECTION",
     "PfeifePlugin",
+    "cache_folder",
     "default_variable",
     "export",
     "flag",
@@ -75,6 +77,10 @@ class PfeifePlugin:
     plan_file: str | None = field(default=None, metadata={"kind": "path"})
     """A plan made before (`pfeife plan`), used instead of planning."""
 
+    cache_dir: str | None = field(default=None, metadata={"kind": "path"})
+    """Folder for what has been measured on this machine. None: `pfeife_accelerate` in the user's cache folder
+    (`$XDG_CACHE_HOME`, or else `~/.cache`)."""
+
     on_capture_failure: str = field(default="fallback", metadata={"kind": "choice", "choices": ON_CAPTURE_FAILURE})
     """A model that cannot be captured: "fallback" trains it whole on every process, exactly and with no gain in speed,
     after a warning that names the line; "error" refuses it."""
@@ -87,6 +93,9 @@ class PfeifePlugin:
     """Dimension of the batch in an argument of the model, by name (`src`, dotted for nested ones:
     `conditions.mask`) or position (`"0"`); None: the argument has no batch. A mapping is accepted too. Arguments that
     are not named: decided by their sizes, with a warning where that is in doubt."""
+
+    plan_cache: bool = field(default=True, metadata={"kind": "flag"})
+    """Whether plans are kept in `cache_dir` and used again where nothing has changed that they depend on."""
 
     verbose: int = field(default=0, metadata={"kind": "level", "minimum": 0, "maximum": 2})
     """0: warnings only; 1: the plan and its estimate; 2: every decision."""
@@ -180,6 +189,15 @@ def export(plugin: PfeifePlugin) -> None:
     os.environ.update(plugin.to_environment())
 
 
+def cache_folder(plugin: PfeifePlugin) -> Path:
+    """Where measurements are kept: the option `cache_dir`, or a folder of ours in the user's cache."""
+    if plugin.cache_dir is not None:
+        return Path(plugin.cache_dir).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification: a relative path is invalid and to be ignored, an empty one is as if unset.
+    return (cache if cache.is_absolute() else Path("~/.cache").expanduser()) / "pfeife_accelerate"
+
+
 def process_variable(name: str) -> str | None:
     """The value of a variable set by somebody else (a launcher, accelerate); None when unset or empty."""
     return os.environ.get(name) or None
@@ -228,6 +246,8 @@ def _parse(variable: str, text: str, metadata: Mapping[str, Any]) -> Any:
                     what=f"{variable} must be {_expected(metadata)}, got {text!r}",
                     where=f"environment variable {variable}",
                 ) from None
+        case "flag":
+            return _parse_flag(variable, text)
         case "names":
             return tuple(name.strip() for name in text.split(",") if name.strip())
         case "dims":
@@ -251,6 +271,8 @@ def _check(name: str, value: Any, metadata: Mapping[str, Any], *, where: str) ->
             fits = value is None if metadata["kind"] == "count" else False
             if isinstance(value, int) and not isinstance(value, bool):
                 fits = metadata["minimum"] <= value <= metadata.get("maximum", value)
+        case "flag":
+            fits = isinstance(value, bool)
         case "choice":
             fits = value in metadata["choices"]
         case "names":
@@ -291,6 +313,8 @@ def _expected(metadata: Mapping[str, Any]) -> str:
             return f'a whole number >= {metadata["minimum"]} or "auto"'
         case "level":
             return f"a whole number from {metadata['minimum']} to {metadata['maximum']}"
+        case "flag":
+            return "true or false"
         case "choice":
             return "one of " + ", ".join(f'"{name}"' for name in metadata["choices"])
         case "names":

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 
 # Unbuffered, `print("a", "b")` is several writes, and ranks that share a pipe write into each other's lines.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# No test may read or change what the person at this computer has.
+_CACHE = tempfile.TemporaryDirectory(prefix="pfeife-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,8 +47,8 @@ class _Run:
         self.state = state
         self.pending: dict[tuple[str, int], PendingReceive] = {}
         self.pending_gradients: dict[tuple[int, int], list[tuple[str, PendingReceive]]] = {}
-        self.first_reader = {name: stages[0] for name, stages in program.readers.items()}
-        self.last_reader = {name: stages[-1] for name, stages in program.readers.items()}
+        self.readers = program.readers
+        self.left: dict[tuple[str, int], set[int]] = {}
         backward = {a.stage for a in program.actions if a.kind is ActionKind.BACKWARD}
         self.will_go_back = inputs.training or bool(backward)
 
@@ -85,14 +85,14 @@ class _Run:
         for name, result in results.items():
             if self.inputs.keep(name):
                 self.state.kept.setdefault(name, {})[microbatch] = result.detach()
-            if name in self.first_reader:
+            if name in self.readers:
                 wants_grad = training and data.values[name].requires_grad
                 values[name] = result.detach().requires_grad_(wants_grad)
         self.state.outputs[stage, microbatch] = list(results.items())
         if stage == self.program.loss_stage and self.program.loss_values:
             self.loss(data, results)
         if not training:
-            self.forget(stage, microbatch, self.last_reader)
+            self.forget(stage, microbatch)
 
     def loss(self, data: MicrobatchInputs, results: dict[str, torch.Tensor]) -> None:
         """The micro-batch's loss; without one (first half of the exact order), keep what it will be computed from."""
@@ -142,7 +142,7 @@ class _Run:
                 gradients.append(gradient)
         if roots:
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
-        self.forget(stage, microbatch, self.first_reader)
+        self.forget(stage, microbatch)
 
     def incoming_gradients(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
         """For each result of the stage, the sum of the gradients from all its readers."""
@@ -169,14 +169,19 @@ class _Run:
                     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         return total
 
-    def forget(self, stage: int, microbatch: int, final_reader: dict[str, int]) -> None:
+    def forget(self, stage: int, microbatch: int) -> None:
         """Free what no later action of this rank reads. What gradients are sent or handed over for stays until then."""
         values = self.state.values[microbatch]
-        for program_input in self.program.stages[stage].inputs:
-            name = program_input.name
-            is_last = program_input.kind is InputKind.VALUE and final_reader.get(name) == stage
-            if is_last and name in values and not values[name].requires_grad:
-                del values[name]
+        read = {i.name for i in self.program.stages[stage].inputs if i.kind is InputKind.VALUE}
+        if stage == self.program.loss_stage:
+            read.update(self.program.loss_values)
+        for name in read:
+            if name in values and not values[name].requires_grad:
+                # The stages of a rank may come in any order; after this they need the value no more.
+                left = self.left.setdefault((name, microbatch), set(self.readers[name]))
+                left.discard(stage)
+                if not left:
+                    del values[name]
 
     # -------------------------------------------------------------------------------------------- transfers
 

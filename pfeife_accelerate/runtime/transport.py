@@ -322,7 +322,7 @@ class LocalTransport(AbstractTransport):
         """Block until a receive has been posted for every own send."""
         exchange = self._exchange
         with exchange.changed:
-            for pair, count in exchange.sent.items():
+            for pair, count in list(exchange.sent.items()):  # others send while this one waits
                 if pair[0] == self._rank:
                     self._waiting_for = pair[1]
                     what = f"rank {pair[1]} to receive tag {pair[2]}"

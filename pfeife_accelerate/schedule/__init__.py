@@ -1,5 +1,6 @@
 """Orders of work: generated from a spec, lowered to executable lists, proved to run, drawn."""
 
+from pfeife_accelerate.schedule.derive import for_microbatches, in_sequence
 from pfeife_accelerate.schedule.families import (
     backward_only,
     build,
@@ -16,6 +17,6 @@ from pfeife_accelerate.schedule.validate import is_executable, validate
 
 __all__ = [
     "DEFAULT_LOOKAHEAD", "LOWERING", "Message", "Messages", "Transfer", "backward_only", "build", "build_for",
-    "chain_messages", "forward_only", "gpipe", "is_executable", "looped", "lower", "one_f_one_b", "render",
-    "render_lowered", "to_csv", "transfer_of", "validate",
+    "chain_messages", "for_microbatches", "forward_only", "gpipe", "in_sequence", "is_executable", "looped", "lower",
+    "one_f_one_b", "render", "render_lowered", "to_csv", "transfer_of", "validate",
 ]  # fmt: skip

@@ -135,7 +135,8 @@ def _looped_rank(spec: ScheduleSpec, rank: int, block: int, prefetch: int) -> Jo
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards alone, all micro-batches of a stage before the rank's next stage.
 
-    Stage by stage is an order that every dependency respects, so it cannot deadlock.
+    All of stage 0, then all of stage 1, and so on, respects every dependency and every rank's list, wherever the stages
+    live: it cannot deadlock.
     """
     return replace(
         schedule,
@@ -147,7 +148,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def backward_only(schedule: Schedule) -> Schedule:
-    """The backwards alone, all micro-batches of a stage before the rank's previous stage."""
+    """The backwards alone, all micro-batches of a stage before the rank's previous stage; it cannot deadlock either."""
     return replace(
         schedule,
         per_rank=tuple(

@@ -23,14 +23,14 @@ class BatchCheck:
 
     def __init__(self, control: ControlPlane, leader: int, num_ranks: int) -> None:
         self._control = control
-        self._leader = leader
+        self.leader = leader
         self._num_ranks = num_ranks
 
     def show(self, call: Call) -> None:
         """Tell the conductor what this rank was given; nothing after the first calls."""
-        if call.number <= _CHECKED_CALLS and self._num_ranks > 1 and self._control.rank != self._leader:
+        if call.number <= _CHECKED_CALLS and self._num_ranks > 1 and self._control.rank != self.leader:
             body: dict[str, Any] = {"rank": self._control.rank, "digests": _digests(call)}
-            self._control.post([self._leader], f"batch {call.number}", body)
+            self._control.post([self.leader], f"batch {call.number}", body)
 
     def verify(self, call: Call) -> None:
         """On the conductor, before the call's first schedule.

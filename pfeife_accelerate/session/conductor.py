@@ -1,7 +1,7 @@
 """Which schedule runs next: one rank of the pipeline decides, the others follow, so that all run the same sequence.
 
-The conductor is the rank of the last stage, which computes the loss. It announces every schedule by a small message
-before it starts it. A follower runs announced schedules in order, whenever its script asks for what needs them. Nobody
+The conductor is the rank of the last stage, which computes the loss; before there is a plan, the last rank. It announces
+every schedule by a small message before it starts it. A follower runs announced schedules in order, whenever its script asks for what needs them. Nobody
 therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
 
 - a follower that reads before `backward` tells the conductor (a *demand*) and waits for the announcement; the conductor
@@ -87,10 +87,9 @@ class Conductor:
     def __init__(self, control: ControlPlane, first_rank: int, rank: int, num_ranks: int) -> None:
         self.control = control
         self.rank = rank
-        self.leads = rank == num_ranks - 1
+        self._num_ranks = num_ranks
         self._first_rank = first_rank
-        self._leader = first_rank + num_ranks - 1
-        self._followers = [first_rank + r for r in range(num_ranks) if r != num_ranks - 1]
+        self.lead_from(num_ranks - 1)
         self._waiting: deque[Announcement] = deque()
         self._next_number = 0
         self._not_made: dict[int, set[int]] = {}
@@ -108,6 +107,13 @@ class Conductor:
         self._wanted_now: dict[int, set[str]] = {}
         control.serve("demand", self._note_demand)
         control.serve("value", self._give_value)
+
+    def lead_from(self, rank: int) -> None:
+        """Let another rank of the pipeline be the conductor. All ranks do so at once, while no call is under way."""
+        self.leader = rank
+        self.leads = self.rank == rank
+        self._leader = self._first_rank + rank
+        self._followers = [self._first_rank + r for r in range(self._num_ranks) if r != rank]
 
     def register(self, call: Call, *, training: bool) -> None:
         """Make a new call known."""

@@ -12,7 +12,6 @@ from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.op_graph import follow, stages_of_states, to_op_graph
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.session.call import Call
-from pfeife_accelerate.session.planning import num_microbatches
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.model import PipelinedModel
@@ -23,16 +22,14 @@ class Cuts:
 
     def __init__(self, model: PipelinedModel, planned: CapturedGraph, plan: PipelinePlan) -> None:
         self._model = model
-        self._num_stages = len(plan.stages)
-        self._made: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {id(planned): (planned, plan.slicing.cuts)}
+        self._num_stages = plan.num_stages
+        self._made: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {id(planned): (planned, plan.cuts)}
         self._placed = {id(planned)}
 
     def of(self, call: Call) -> tuple[int, ...]:
         """The cuts of this call's graph."""
         if id(call.graph) not in self._made:
-            session = self._model.session
-            number = num_microbatches(session.plugin, call, session.mesh.pipeline_size)
-            rows = max(1, call.batch_size // number)
+            rows = max(1, call.batch_size // self._model.microbatch_number.of(call))
             graph = to_op_graph(call.graph, call.micro_bindings(rows))
             found = follow(call.graph, graph, self._model.placement.stages_of, self._num_stages)
             self._made[id(call.graph)] = (call.graph, found)

@@ -19,14 +19,14 @@ _INPUT_TAG = _RESULT_TAG + (1 << 21)
 def exchange_scalars(session: Session, call: Call, scalars: list[torch.Tensor] | None, verdict: bool) -> bool:
     """The loss rank tells the others the loss and the other one-element values, and its verdict on the schedule."""
     transport = session.transport
-    leader = session.mesh.pipeline_size - 1
+    leader = session.conductor.leader
     if session.conductor.leads:
         assert scalars is not None
         # A loss with several elements, differentiated with a gradient given to backward, is not one of the numbers.
         single = [s.detach().reshape(-1)[0] if s.numel() == 1 else torch.tensor(torch.nan) for s in scalars]
         numbers = torch.stack([s.to("cpu", torch.float64) for s in single]).to(session.device)
         count = torch.tensor([len(scalars), verdict], dtype=torch.int64, device=session.device)
-        for peer in range(leader):
+        for peer in session.followers():
             transport.send(count, peer, _RESULT_TAG)
             transport.send(numbers, peer, _RESULT_TAG + 1)
     else:
@@ -45,7 +45,7 @@ def share_input_gradients(session: Session, call: Call) -> None:
     """
     plan = call.resolver.plan
     assert plan is not None
-    transport, rank, leader = session.transport, session.mesh.rank, session.mesh.pipeline_size - 1
+    transport, rank, leader = session.transport, session.mesh.rank, session.conductor.leader
     for link in call.links:
         own, link.leaf.grad = link.leaf.grad, None
         gradient = torch.zeros_like(link.leaf) if own is None else own
@@ -59,7 +59,7 @@ def share_input_gradients(session: Session, call: Call) -> None:
                 gradient = gradient + transport.post_receive(shape, gradient.dtype, gradient.device, reader, tag).wait()
         if not isinstance(link.source, DeferredTensor):
             if rank == leader:
-                for peer in range(leader):
+                for peer in session.followers():
                     transport.send(gradient, peer, tag)
             else:
                 gradient = transport.post_receive(shape, gradient.dtype, gradient.device, leader, tag).wait()

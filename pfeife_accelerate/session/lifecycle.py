@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pfeife_accelerate.compat import default_store
 from pfeife_accelerate.config import PfeifePlugin, process_variable
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.log import get_logger, set_rank, set_verbose
 from pfeife_accelerate.runtime import failure
 from pfeife_accelerate.runtime.executor import Executor
@@ -72,6 +73,25 @@ class Session:
         control.serve("gradient", self._give_gradient)
         self.num_steps_under_way = 0
         """Optimizers inside `step` (one may call another's)."""
+
+    def follow_plan(self, plan: PipelinePlan) -> PipelinePlan:
+        """The plan of another model as this pipeline will follow it; all ranks come here together.
+
+        The loss is computed on the conductor, which is one rank for all models: the one that the first plan wants. Of
+        a later plan that wants another one, these two ranks change places.
+        """
+        if not self.models:
+            self.conductor.lead_from(plan.loss_rank)
+            self.batch_check.leader = self.mesh.pipeline_index * self.mesh.pipeline_size + plan.loss_rank
+            return plan
+        leader = self.conductor.leader
+        if plan.loss_rank != leader:
+            _LOGGER.info("ranks %d and %d change places in the plan of another model", plan.loss_rank, leader)
+        return plan.with_swapped(plan.loss_rank, leader)
+
+    def followers(self) -> tuple[int, ...]:
+        """The ranks of the pipeline other than the conductor."""
+        return tuple(rank for rank in range(self.mesh.pipeline_size) if rank != self.conductor.leader)
 
     def barrier(self) -> None:
         """Wait until every rank of the launch, of all pipelines, is here; meanwhile do what the others wait for."""

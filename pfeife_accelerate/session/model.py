@@ -36,11 +36,12 @@ from pfeife_accelerate.session.gradients import GradientBook
 from pfeife_accelerate.session.guess import Foresight, Guess
 from pfeife_accelerate.session.loss_choice import LossChooser
 from pfeife_accelerate.session.losses import MicrobatchLoss
+from pfeife_accelerate.session.numbers import MicrobatchNumber
 from pfeife_accelerate.session.outputs import deferred_outputs, output_values, refuse_loss_of_inputs
 from pfeife_accelerate.session.own_gradients import OwnGradients
 from pfeife_accelerate.session.peek import peek
 from pfeife_accelerate.session.placement import Placement
-from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
+from pfeife_accelerate.session.planning import agree_on_plan
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.randomness import return_seed, take_seed
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
@@ -72,6 +73,7 @@ class PipelinedModel:
         self.states: dict[str, torch.Tensor]
         self.placement: Placement
         self.elsewhere: ValuesElsewhere
+        self.microbatch_number: MicrobatchNumber
         self.programs: ProgramCache
         self.gradients: GradientBook
         self.own_gradients: OwnGradients
@@ -90,9 +92,11 @@ class PipelinedModel:
         if captured is None:
             return self.gate.run(args, kwargs)
         training = wants_gradients or bool(captured.links)
-        call = self._new_call(captured, precision, training=training)
+        call = self._new_call(captured, precision)
         if self.plan is None:
             self._plan(call)
+        self.session.batch_check.show(call)
+        self.conductor.register(call, training=training)
         if self.session.mesh.world_rank == 0:
             caveats.tell(call, training=training)
         if training:
@@ -110,15 +114,13 @@ class PipelinedModel:
             return device, torch.get_autocast_dtype(device)
         return self.autocast
 
-    def _new_call(self, captured: CapturedCall, precision: tuple[str, torch.dtype] | None, *, training: bool) -> Call:
+    def _new_call(self, captured: CapturedCall, precision: tuple[str, torch.dtype] | None) -> Call:
         refuse_loss_of_inputs(captured)
         graph, arguments = captured.graph, captured.arguments
         number, links = self.conductor.next_number(), captured.links
         call = Call(number, self, graph, arguments, captured.bindings, precision, links, captured.versions)
         if call.graph.random_number:
             call.seed = take_seed()
-        self.session.batch_check.show(call)
-        self.conductor.register(call, training=training)
         return call
 
     def _all_make_it(self, training: bool) -> bool:
@@ -132,10 +134,11 @@ class PipelinedModel:
 
     def _plan(self, call: Call) -> None:
         mesh = self.session.mesh
-        plan = agree_on_plan(self.session.plugin, mesh, call, self.device)
+        plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device))
         self.states = self.capture.states()
         self.placement = Placement(plan, self.states, mesh.rank)
-        self.programs = ProgramCache(plan.spec, plan.stage_ranks, mesh.rank)
+        self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
+        self.programs = ProgramCache(plan.schedule, mesh.rank)
         self.gradients = GradientBook(self.placement)
         self.own_gradients = OwnGradients(self.placement)
         self.cuts = Cuts(self, call.graph, plan)
@@ -234,7 +237,7 @@ class PipelinedModel:
         guess: Guess | None = None,
     ) -> bool:
         """On the conductor: run the planned schedule, if the loss separates; whether its result is right."""
-        number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
+        number = self.microbatch_number.of(call)
         choice = self.loss_chooser.choose(expression, call.batch_size, number)
         if not choice.separable:
             return False
@@ -320,8 +323,7 @@ class PipelinedModel:
     ) -> None:
         """Take this rank's part in one announced schedule."""
         run = announcement.run
-        number = num_microbatches(self.session.plugin, call, self.session.mesh.pipeline_size)
-        number = len(divide(call.batch_size, number, announcement.groups))
+        number = len(divide(call.batch_size, self.microbatch_number.of(call), announcement.groups))
         needed = (*announcement.loss_values, *(n for n in announcement.wanted if n not in announcement.loss_values))
         call.seed = announcement.seed
         if run is not Run.BACKWARD:

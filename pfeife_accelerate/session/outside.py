@@ -44,7 +44,7 @@ class OutsideTensors:
         """Once the loss rank has differentiated the loss: finish the backward pass through the real tensors."""
         if not self._trainable:
             return
-        leader = session.mesh.pipeline_size - 1
+        leader = session.conductor.leader
         gradients = [self._gradient(session, i, leader) for i in range(len(self._trainable))]
         session.transport.flush()
         here = [(t, g) for t, g in zip(self._trainable, gradients, strict=True) if not t.is_meta]
@@ -58,6 +58,6 @@ class OutsideTensors:
             return transport.post_receive(shape, tensor.dtype, tensor.device, leader, _TAG + index).wait()
         found = self._stand_ins[id(tensor)].grad
         gradient = torch.zeros_like(tensor) if found is None else found
-        for peer in range(leader):
+        for peer in session.followers():
             transport.send(gradient, peer, _TAG + index)
         return gradient

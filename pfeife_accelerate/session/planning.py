@@ -1,11 +1,14 @@
 """Profile, plan, agree: what happens once, at the first call of a model.
 
-World rank 0 measures the operations and plans; every rank gets the plan as JSON and checks that its own graph has the
-plan's fingerprint.
+World rank 0 measures the operations and plans, or finds a plan that was made before; every rank gets the plan as JSON
+and checks that its own graph has the plan's fingerprint.
 """
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,29 +16,22 @@ import torch.distributed as dist
 
 from pfeife_accelerate.capture.measurable import measurable_ops
 from pfeife_accelerate.capture.op_graph import to_op_graph
-from pfeife_accelerate.config import PfeifePlugin
+from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
-from pfeife_accelerate.cost.op_profile import measure
+from pfeife_accelerate.cost.op_profile import OpProfile, measure
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import CostTable, Machine, OpGraph, PipelinePlan, from_json, to_json
+from pfeife_accelerate.ir import CostTable, Machine, OpCost, OpGraph, PipelinePlan, from_json, to_json
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.describe import describe
 from pfeife_accelerate.planner.search import SearchOptions, make_plan
 from pfeife_accelerate.runtime.mesh import PipelineMesh
-from pfeife_accelerate.runtime.microbatch import divide
+from pfeife_accelerate.schedule import chain_messages, lower
 from pfeife_accelerate.session.call import Call
+from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
+from pfeife_accelerate.session.plan_cache import PlanCache, write_plan
 
 _LOG = get_logger(__name__)
-
-
-def num_microbatches(plugin: PfeifePlugin, call: Call, num_ranks: int) -> int:
-    """How many micro-batches this call's batch is divided into."""
-    if call.graph.refusal is not None:
-        return 1
-    wanted = plugin.num_microbatches or 2 * num_ranks
-    # BatchNorm in training mode has no statistics of a single row.
-    most = call.batch_size // 2 if call.graph.has_batch_statistics else call.batch_size
-    return max(1, min(wanted, most))
+_MEASURING_S = 20.0  #: for all sizes of micro-batches together
 
 
 def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
@@ -43,17 +39,14 @@ def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: 
 
     Raises: PfeifeError PF222 if a rank captured another model, and the planner's own errors.
     """
-    number = num_microbatches(plugin, call, mesh.pipeline_size)
-    rows = divide(call.batch_size, number)[0].count
-    graph = to_op_graph(call.graph, call.micro_bindings(rows))
     text = ""
     if mesh.world_rank == 0:
-        plan = _stored_plan(plugin, graph) or _new_plan(plugin, mesh, call, graph, number, device)
+        plan = _stored_plan(plugin, mesh, call) or _kept_or_new_plan(plugin, mesh, call, device)
         text = to_json(plan)
         if plugin.plan_file and not Path(plugin.plan_file).exists():
-            Path(plugin.plan_file).write_text(text)
+            write_plan(Path(plugin.plan_file), plan)
     plan = from_json(_broadcast_text(text, mesh))
-    if plan.graph_fingerprint != graph.fingerprint:
+    if plan.graph_fingerprint != _graph(call, plan.spec.num_microbatches).fingerprint:
         raise PfeifeError(
             id="PF222",
             what=f"rank {mesh.world_rank} captured another graph of the model than rank 0",
@@ -63,12 +56,53 @@ def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: 
     return plan
 
 
-def _stored_plan(plugin: PfeifePlugin, graph: OpGraph) -> PipelinePlan | None:
+def _graph(call: Call, num_microbatches: int) -> OpGraph:
+    """The graph of one micro-batch: what costs and fingerprints are of."""
+    return to_op_graph(call.graph, call.micro_bindings(rows_of(call, num_microbatches)))
+
+
+# -- plans made before -------------------------------------------------------------------------------------------------
+
+
+def _stored_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call) -> PipelinePlan | None:
     path = Path(plugin.plan_file) if plugin.plan_file else None
     if path is None or not path.exists():
         return None
     plan = from_json(path.read_text())
-    if plan.graph_fingerprint != graph.fingerprint:
+    _check(mesh, call, path, plan)
+    return plan
+
+
+def _kept_or_new_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
+    if not plugin.plan_cache:
+        return _new_plan(plugin, mesh, call, device)
+    cache = PlanCache(cache_folder(plugin) / "plans", _question(plugin, mesh, call, device))
+    plan = cache.read(partial(_check, mesh, call, cache.path))
+    if plan is None:
+        plan = _new_plan(plugin, mesh, call, device)
+        cache.write(plan)
+    return plan
+
+
+def _question(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> dict[str, str | int]:
+    """All that a plan depends on, but for the moment at which costs are measured."""
+    return {
+        "graph": _graph(call, 1).fingerprint,  # of the whole batch: the number of micro-batches may be the plan's
+        "rows": call.batch_size,
+        "autocast": str(call.autocast),
+        "options": str(_search_options(plugin)),
+        "ranks": mesh.pipeline_size,
+        "processes": mesh.shape.world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "package": version("pfeife_accelerate"),
+    }
+
+
+def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> None:
+    """Raise unless the plan is one for this call's graph and this many ranks, and its order can run."""
+    if plan.graph_fingerprint != _graph(call, plan.spec.num_microbatches).fingerprint:
         raise PfeifeError(
             id="PF223",
             what=f"the plan in {path} was made for another model, batch size or version",
@@ -76,28 +110,55 @@ def _stored_plan(plugin: PfeifePlugin, graph: OpGraph) -> PipelinePlan | None:
             why="its fingerprint differs from that of the captured graph",
             hints=("remove the file: a new plan is made and stored there",),
         )
+    if plan.num_ranks != mesh.pipeline_size:
+        raise PfeifeError(
+            id="PF223",
+            what=f"the plan in {path} was made for {plan.num_ranks} ranks, not for {mesh.pipeline_size}",
+            where=f"plan_file: {path}",
+            hints=(f"pipeline_size: {plan.num_ranks}", "remove the file: a new plan is made and stored there"),
+        )
+    lower(plan.schedule, chain_messages(plan.stage_ranks))
+
+
+# -- new plans ---------------------------------------------------------------------------------------------------------
+
+
+def _new_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
+    """The fastest plan over the numbers of micro-batches that may be chosen."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    machine = Machine(devices=(device_spec(device, local_ranks=mesh.world_size),), link=link_spec(backend))
+    profiles: dict[str, OpProfile] = {}
+
+    def plan_for(number: int, budget_s: float) -> PipelinePlan:
+        costs = CostTable(ops=_costs(call, number, device, profiles, budget_s))
+        return make_plan(_graph(call, number), costs, machine, mesh.pipeline_size, number, _search_options(plugin))
+
+    plan = fastest(plan_for, candidates(plugin, call, mesh.pipeline_size), _MEASURING_S)
+    _LOG.info("plan\n%s", describe(plan))
     return plan
 
 
-def _new_plan(
-    plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, graph: OpGraph, number: int, device: torch.device
-) -> PipelinePlan:
-    rows = divide(call.batch_size, number)[0].count
-    ops = measurable_ops(call.graph, call.micro_bindings(rows), device, autocast=call.autocast)
-    costs = CostTable(ops=measure(ops, device))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    machine = Machine(devices=(device_spec(device, local_ranks=mesh.world_size),), link=link_spec(backend))
-    options = SearchOptions(
-        num_microbatches=number,
+def _costs(
+    call: Call, number: int, device: torch.device, profiles: MutableMapping[str, OpProfile], budget_s: float
+) -> tuple[OpCost, ...]:
+    """What each operation costs on one of that many micro-batches; `profiles` are shared between the numbers."""
+    bindings = call.micro_bindings(rows_of(call, number))
+    ops = measurable_ops(call.graph, bindings, device, autocast=call.autocast)
+    return measure(ops, device, budget_s=budget_s, profiles=profiles)
+
+
+def _search_options(plugin: PfeifePlugin) -> SearchOptions:
+    return SearchOptions(
+        num_microbatches=plugin.num_microbatches,
         schedule=plugin.schedule,
         num_loops=plugin.num_loops,
         microbatches_per_loop=plugin.microbatches_per_loop,
         prefetch_forwards=plugin.prefetch_forwards,
         split_points=plugin.split_points,
     )
-    plan = make_plan(graph, costs, machine, mesh.pipeline_size, number, options)
-    _LOG.info("plan\n%s", describe(plan))
-    return plan
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
 
 
 def _broadcast_text(text: str, mesh: PipelineMesh) -> str:

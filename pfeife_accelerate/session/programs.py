@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.split import StagedGraph, split
 from pfeife_accelerate.errors import InternalError, assert_never
-from pfeife_accelerate.ir.actions import Schedule, ScheduleSpec
+from pfeife_accelerate.ir.actions import Schedule
 from pfeife_accelerate.runtime.step import MessageValues, RankProgram
-from pfeife_accelerate.schedule import Message, backward_only, build_for, forward_only, lower
+from pfeife_accelerate.schedule import Message, backward_only, for_microbatches, forward_only, in_sequence, lower
 
 
 class Run(str, Enum):
@@ -28,9 +27,9 @@ class Run(str, Enum):
 class ProgramCache:
     """Programs of one model on one rank, made when first needed."""
 
-    def __init__(self, spec: ScheduleSpec, stage_ranks: Sequence[int], rank: int) -> None:
-        self.spec = spec
-        self.stage_ranks = tuple(stage_ranks)
+    def __init__(self, order: Schedule, rank: int) -> None:
+        self.order = order
+        self.stage_ranks = order.stage_ranks
         self.rank = rank
         self._staged: dict[tuple[int, tuple[int, ...], tuple[str, ...]], StagedGraph] = {}
         self._programs: dict[tuple[int, tuple[str, ...], tuple[str, ...], Run, int], RankProgram] = {}
@@ -61,7 +60,9 @@ class ProgramCache:
     def _make(self, staged: StagedGraph, loss_values: tuple[str, ...], run: Run, num_microbatches: int) -> RankProgram:
         readers = _readers(staged, loss_values, len(self.stage_ranks) - 1)
         messages, contents = self._messages(staged, readers)
-        schedule = build_for(self.spec, num_microbatches)
+        schedule = for_microbatches(self.order, num_microbatches)
+        if staged.graph.changes_buffers:  # as accumulation over the micro-batches would change it
+            schedule = in_sequence(schedule)
         match run:
             case Run.PLANNED:
                 pass
@@ -73,7 +74,7 @@ class ProgramCache:
                 raise InternalError(id="PF432", what=f"nothing is scheduled for {run.value!r}")
             case _:
                 assert_never(run)
-        lowered = lower(_on_ranks(schedule, self.stage_ranks), messages)
+        lowered = lower(schedule, messages)
         own = {name: tuple(s for s in stages if self.stage_ranks[s] == self.rank) for name, stages in readers.items()}
         return RankProgram(
             rank=self.rank,
@@ -112,7 +113,3 @@ def _readers(staged: StagedGraph, loss_values: Sequence[str], loss_stage: int) -
         if staged.producer_of[name] != loss_stage:
             readers[name].add(loss_stage)
     return {name: tuple(sorted(stages)) for name, stages in readers.items() if stages}
-
-
-def _on_ranks(schedule: Schedule, stage_ranks: tuple[int, ...]) -> Schedule:
-    return replace(schedule, stage_ranks=stage_ranks)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import Result, run_ranks
+from tests.orders import turn_into_a_v
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 
@@ -35,9 +36,11 @@ class Net(nn.Module):
 
 
 model = accelerator.prepare(Net())
-accelerator.backward(model(torch.randn(8, width)).square().mean())
+loss = model(torch.randn(8, width)).square().mean()
+accelerator.backward(loss)
 held = [name for name, p in model.named_parameters() if not p.is_meta]
 print(f"held {held}\\n", end="", flush=True)  # one write: ranks share a pipe
+accelerator.print("loss", f"{loss.item():.6f}", flush=True)
 from pfeife_accelerate import session
 spec = session.current().models[0].plan.spec
 accelerator.print("spec", spec.family.value, spec.num_microbatches, spec.num_loops, flush=True)
@@ -55,18 +58,49 @@ def test_the_keyword_of_accelerator_sets_the_plan():
 
 def test_a_plan_is_kept_in_the_plan_file_used_again_and_refused_for_another_model(tmp_path: Path):
     plan_file = tmp_path / "plan.json"
-    plugin = f"PfeifePlugin(plan_file={str(plan_file)!r}, schedule='1f1b', num_microbatches=4)"
-    _run(8, plugin).check()
+    plugin = f"PfeifePlugin(plan_file={str(plan_file)!r}, schedule='gpipe', num_loops=2)"
+    first = _run(8, plugin).check()
     text = plan_file.read_text()
-    assert json.loads(text)["version"] == 1
+    assert json.loads(text)["version"] == 2
     moved = json.loads(text)
-    moved["spec"]["num_microbatches"] = 2
+    turn_into_a_v(moved)
+    moved["cuts"] = [2, 4, 8]  # of twelve operations, two a block
+    for stage, blocks in zip(moved["stages"], ("0", "1", "23", "45"), strict=True):
+        stage["params"] = [f"blocks.{block}.{kind}" for block in blocks for kind in ("weight", "bias")]
     plan_file.write_text(json.dumps(moved))
-    assert "spec 1f1b 2 1" in _run(8, plugin).check().stdout, "the file is read, not made anew"
+    second = _run(8, plugin).check()
+    assert second.lines("loss") == first.lines("loss") != [], "another plan gives the same"
+    assert second.lines("held") == [
+        f"held {[f'blocks.{i}.{kind}' for i in numbers for kind in ('weight', 'bias')]}"
+        for numbers in ((0, 4, 5), (1, 2, 3))
+    ], "the file is followed, not made anew"
+    assert second.lines("spec") == first.lines("spec")
+    del moved["per_rank"][0][0]
+    plan_file.write_text(json.dumps(moved))
+    assert "PF202 stage 0 runs B for micro-batch 0, expected F B" in _run(8, plugin).stderr
+    plan_file.write_text(text)
     other = _run(16, plugin)
     assert other.returncode not in (0, None)
     assert "PF223" in other.stderr
     assert "was made for another model, batch size or version" in other.stderr
+
+
+def test_a_plan_is_kept_in_the_cache_unless_that_is_not_wanted(tmp_path: Path):
+    def run(option: str) -> Result:
+        env = {"XDG_CACHE_HOME": str(tmp_path), "PFEIFE_VERBOSE": "1"}
+        return run_ranks(SCRIPT, num_processes=2, args=("8", f"PfeifePlugin({option})"), env=env, timeout=90).check()
+
+    plans = tmp_path / "pfeife_accelerate" / "plans"
+    assert "is used" not in run("plan_cache=False").stderr
+    assert not plans.exists()
+    made = run("")
+    (kept,) = plans.iterdir()
+    text = kept.read_text()
+    assert [f"{number} micro-batches: " in made.stderr for number in (2, 4, 8, 16)] == [True, True, True, False]
+    used = run("")
+    assert f"the plan kept in {kept} is used" in used.stderr
+    assert "micro-batches: " not in used.stderr, "nothing is measured"
+    assert (used.lines("spec"), kept.read_text()) == (made.lines("spec"), text)
 
 
 def test_split_points_decide_where_the_second_stage_starts():

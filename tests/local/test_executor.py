@@ -14,12 +14,14 @@ from pfeife_accelerate.capture.graph import PlaceholderKind
 from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
 from pfeife_accelerate.capture.split import StagedGraph
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.ir import Schedule, ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.microbatch import Microbatch, divide, take
 from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import LocalTransport
+from pfeife_accelerate.schedule import build
 from pfeife_accelerate.session.programs import ProgramCache, Run
+from tests.orders import random_order, random_placement
 
 pytestmark = pytest.mark.local
 CPU = torch.device("cpu")
@@ -115,13 +117,6 @@ def _run_threads(programs: list[Any], inputs: StepInputs) -> list[StepState]:
 def test_gradients_are_those_of_the_whole_batch_and_nothing_is_left_over(
     captured: Any, family: ScheduleFamily, num_ranks: int, num_loops: int, prefetch: int, num_microbatches: int
 ):
-    model, x, call = captured
-    model.zero_grad()
-    model(x).square().mean().backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-
-    name = call.graph.result_names()[-1]
     spec = ScheduleSpec(
         family=family,
         num_ranks=num_ranks,
@@ -129,11 +124,31 @@ def test_gradients_are_those_of_the_whole_batch_and_nothing_is_left_over(
         num_microbatches=num_microbatches,
         prefetch_forwards=prefetch,
     )
+    _check_gradients(captured, build(spec), num_microbatches)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_on_any_placement_gives_the_same_gradients(captured: Any, seed: int):
+    num_ranks = 1 + seed % 4
+    stage_ranks = random_placement(num_ranks, num_ranks + seed % 5, seed)
+    spec = ScheduleSpec(family=ScheduleFamily.GPIPE, num_ranks=num_ranks, num_microbatches=3)
+    order = Schedule.parse(spec, random_order(stage_ranks, 3, seed), stage_ranks)
+    for num_microbatches in (2, 3, 5):
+        _check_gradients(captured, order, num_microbatches)
+
+
+def _check_gradients(captured: Any, order: Schedule, num_microbatches: int) -> None:
+    model, x, call = captured
+    model.zero_grad()
+    model(x).square().mean().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    name = call.graph.result_names()[-1]
     legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
-    stages = num_ranks * num_loops
+    stages = order.num_stages
     cuts = tuple(legal[len(legal) * k // stages] for k in range(1, stages))
-    placement = tuple(s % num_ranks for s in range(stages))
-    caches = [ProgramCache(spec, placement, rank) for rank in range(num_ranks)]
+    caches = [ProgramCache(order, rank) for rank in range(order.num_ranks)]
     staged = [cache.staged(call.graph, cuts, (name,)) for cache in caches]
     programs = [
         cache.program(one, (name,), (name,), Run.PLANNED, num_microbatches)
@@ -155,7 +170,7 @@ def test_an_error_in_a_stage_reaches_the_caller_and_stops_the_other_ranks(captur
     name = call.graph.result_names()[-1]
     legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
     spec = ScheduleSpec(family=ScheduleFamily.ONE_F_ONE_B, num_ranks=2, num_microbatches=2)
-    caches = [ProgramCache(spec, (0, 1), rank) for rank in range(2)]
+    caches = [ProgramCache(build(spec), rank) for rank in range(2)]
     staged = [cache.staged(call.graph, (legal[len(legal) // 2],), (name,)) for cache in caches]
     programs = [c.program(s, (name,), (name,), Run.PLANNED, 2) for c, s in zip(caches, staged, strict=True)]
     broken = dict(model.named_parameters())

@@ -20,6 +20,7 @@ from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.mesh import build_mesh
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.runtime.transport import LocalTransport
+from pfeife_accelerate.schedule import build
 from pfeife_accelerate.session.call import Progress
 from pfeife_accelerate.session.conductor import Announcement, Conductor
 from pfeife_accelerate.session.outputs import refuse_loss_of_inputs
@@ -104,7 +105,7 @@ def test_a_schedule_for_a_call_that_this_rank_has_not_made():
 def test_announcements_without_a_schedule_have_no_program(run):
     spec = ScheduleSpec(family=ScheduleFamily.GPIPE, num_ranks=2, num_microbatches=2)
     call = ModelCapture(Pair(), CPU).call((torch.randn(4, 8),), {}, None)
-    programs = ProgramCache(spec, (0, 1), 0)
+    programs = ProgramCache(build(spec), 0)
     needed = call.graph.result_names()
     staged = programs.staged(call.graph, (1,), needed)
     programs.program(staged, needed, needed, Run.PLANNED, 2)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pfeife_accelerate.config import PfeifePlugin, export, is_enabled, overlay
+from pfeife_accelerate.config import PfeifePlugin, cache_folder, export, is_enabled, overlay
 from pfeife_accelerate.errors import PfeifeError
 
 pytestmark = pytest.mark.pure
@@ -21,9 +21,11 @@ FULL = PfeifePlugin(
     prefetch_forwards=0,
     split_points=("model.layers.4", "model.layers.8"),
     plan_file="plans/a plan.json",
+    cache_dir="measured/here",
     on_capture_failure="error",
     on_loss_mismatch="error",
     batch_dims=(("src", 1), ("conditions.mask", None), ("0", 0)),
+    plan_cache=False,
     verbose=2,
 )
 
@@ -140,8 +142,27 @@ def test_export_replaces_what_was_there(monkeypatch):
     assert is_enabled()
 
 
+def test_measurements_are_kept_where_the_option_or_the_users_cache_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder(PfeifePlugin()) == tmp_path / "xdg" / "pfeife_accelerate"
+    assert cache_folder(PfeifePlugin(cache_dir="~/mine")) == tmp_path / "mine"
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_folder(PfeifePlugin()) == tmp_path / ".cache" / "pfeife_accelerate"
+
+
 def test_package_and_options_need_no_torch():
     script = (
         "import sys; sys.modules['torch'] = None\nimport pfeife_accelerate as p; print(p.PfeifePlugin(), p.PfeifeError)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+def test_a_flag_is_true_or_false():
+    assert PfeifePlugin.from_environment({"PFEIFE_PLAN_CACHE": "no"}).plan_cache is False
+    assert PfeifePlugin.from_mapping({"plan_cache": False}).plan_cache is False
+    with pytest.raises(PfeifeError, match="PF102 PFEIFE_PLAN_CACHE must be true or false, got 'perhaps'"):
+        PfeifePlugin.from_environment({"PFEIFE_PLAN_CACHE": "perhaps"})
+    with pytest.raises(PfeifeError, match="PF102 plan_cache must be true or false, got 'no'"):
+        PfeifePlugin.from_mapping({"plan_cache": "no"})

@@ -28,8 +28,8 @@ def main() -> int:
         folder = Path(options.folder or temporary)
         launches = Launches(folder, chosen, options.case_limit)
         rows = [judged(launches, case, size) for size in ranks for case in chosen if size in case.ranks]
-        for (size, precision), wall_s in sorted(launches.wall_s.items()):
-            print(f"{size} processes, precision {precision}: {wall_s:.0f} s")
+        for (size, launch), wall_s in sorted(launches.wall_s.items()):
+            print(f"{size} processes, {launch}: {wall_s:.0f} s")
     if not options.pending:
         rows += [
             Row(case=case, size=min(case.ranks))
@@ -54,7 +54,7 @@ def judged(launches: Launches, case: Case, size: int) -> Row:
         return Row(case=case, size=size, failure=f"as one plain process: {launches.failures[case.name, 1]}")
     if ranks is None:
         return Row(case=case, size=size, failure=launches.failures[case.name, size])
-    kinds: list[str] = list(ranks[-1]["order"])  # type: ignore[call-overload]
+    kinds = sorted({str(kind) for rank in ranks for kind in rank["order"]})  # type: ignore[attr-defined]
     return Row(case=case, size=size, comparison=compared(case, plain, ranks), order=order_of(kinds))
 
 

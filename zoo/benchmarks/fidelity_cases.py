@@ -15,6 +15,9 @@ import fidelity_cases_reading
 import fidelity_cases_shapes
 from fidelity_kit import CASES
 
+# The bodies of other topics, so these must have been registered.
+import fidelity_cases_placements  # isort: skip
+
 TOPICS = (
     fidelity_cases_models,
     fidelity_cases_losses,
@@ -27,6 +30,7 @@ TOPICS = (
     fidelity_cases_precision,
     fidelity_cases_graphs,
     fidelity_cases_reaching,
+    fidelity_cases_placements,
 )
 
 __all__ = ["CASES", "TOPICS"]

@@ -29,12 +29,13 @@ class Models:
 
     def __init__(self) -> None:
         self.options: Options = {}
+        self.plan = ""
         self._made: dict[Any, tuple[Kit, list[torch.Tensor]]] = {}
 
     def get(self, accelerator: Accelerator, name: str, dtype: torch.dtype) -> Kit:
         """The prepared model of that name, as it was when it was built."""
         order = {option: value for option, value in self.options.items() if option != "num_microbatches"}
-        key = (name, dtype, *sorted(order.items()))
+        key = (name, dtype, self.plan, *sorted(order.items()))
         if key not in self._made:
             kit = build(name, dtype)
             accelerator.prepare(kit.model)
@@ -190,7 +191,8 @@ class Case:
     """A case by name. Cases with an equal `plain` do the same in a plain process, which is run once for all of them.
 
     `reference` is what the plain process does instead of `body`, where the promise is another than equality with the
-    whole batch; `stated` then says which. `pending` says why the case is not expected to hold yet.
+    whole batch; `stated` then says which. `pending` says why the case is not expected to hold yet. `plan` is how the
+    plan is turned after it was made (`fidelity_plans`).
     """
 
     name: str
@@ -208,6 +210,12 @@ class Case:
     stated: str = ""
     tolerance: float | None = None
     precision: str = "no"
+    plan: str = ""
+
+    @property
+    def launch(self) -> str:
+        """Cases with an equal launch may run in the same processes: the first plan decides who computes the losses."""
+        return f"{self.precision}+plans" if self.plan else self.precision
 
 
 CASES: dict[str, Case] = {}

@@ -33,7 +33,7 @@ _CASES_PER_LAUNCH = 60  # captured graphs pile up in a process
 
 @dataclass
 class Launches:
-    """Results of chosen cases in `folder`: a launch for each number of processes and precision, when first asked."""
+    """Results of chosen cases in `folder`: a launch for each number of processes and kind, when first asked."""
 
     folder: Path
     chosen: Sequence[Case]
@@ -41,25 +41,25 @@ class Launches:
     failures: dict[tuple[str, int], str] = field(default_factory=dict)
     """Why a case has no result, by its name and number of processes."""
     logs: dict[tuple[int, str], str] = field(default_factory=dict)
-    """What the processes printed, by their number and precision."""
+    """What the processes printed, by their number and the kind of launch."""
     wall_s: dict[tuple[int, str], float] = field(default_factory=dict)
 
     def records(self, case: Case, size: int) -> list[dict[str, object]] | None:
         """What each rank recorded, or None: then `failures` says why."""
-        self._run(size, case.precision)
+        self._run(size, case.launch)
         return self._read(case.name, size)
 
     def plain(self, case: Case) -> dict[str, object] | None:
         """What one process without the package recorded, or None."""
-        self._run(1, case.precision)
-        name = self._plain_names(case.precision)[case.plain]
+        self._run(1, case.launch)
+        name = self._plain_names(case.launch)[case.plain]
         found = self._read(name, 1)
         if found is None:
             self.failures.setdefault((case.name, 1), self.failures.get((name, 1), "no result"))
         return None if found is None else found[0]
 
-    def _plain_names(self, precision: str) -> dict[str, str]:
-        return {case.plain: case.name for case in reversed(self.chosen) if case.precision == precision}
+    def _plain_names(self, launch: str) -> dict[str, str]:
+        return {case.plain: case.name for case in reversed(self.chosen) if case.launch == launch}
 
     def _read(self, name: str, size: int) -> list[dict[str, object]] | None:
         files = [self.folder / str(size) / f"{name}.{rank}.pt" for rank in range(size)]
@@ -67,13 +67,13 @@ class Launches:
             return None
         return [torch.load(file, weights_only=True) for file in files]
 
-    def _run(self, size: int, precision: str) -> None:
-        if (size, precision) in self.logs:
+    def _run(self, size: int, launch: str) -> None:
+        if (size, launch) in self.logs:
             return
         (self.folder / str(size)).mkdir(exist_ok=True, parents=True)
-        chosen = [c for c in self.chosen if c.precision == precision]
+        chosen = [c for c in self.chosen if c.launch == launch]
         if size == 1:
-            wanted = set(self._plain_names(precision).values())
+            wanted = set(self._plain_names(launch).values())
             names = [c.name for c in chosen if c.name in wanted]
         else:
             names = [c.name for c in chosen if size in c.ranks]
@@ -81,14 +81,14 @@ class Launches:
         start_s, logs = time.monotonic(), []
         while names:
             some, later = names[:_CASES_PER_LAUNCH], names[_CASES_PER_LAUNCH:]
-            log = self._launch(size, precision, some)
+            log = self._launch(size, launch, some)
             logs.append(log)
             names = [*self._rest(some, size, log), *later]
-        self.logs[size, precision] = "\n".join(logs)
-        self.wall_s[size, precision] = time.monotonic() - start_s
+        self.logs[size, launch] = "\n".join(logs)
+        self.wall_s[size, launch] = time.monotonic() - start_s
 
-    def _launch(self, size: int, precision: str, names: Sequence[str]) -> str:
-        args = [str(self.folder / str(size)), precision, str(self.case_limit_s), *names]
+    def _launch(self, size: int, launch: str, names: Sequence[str]) -> str:
+        args = [str(self.folder / str(size)), launch, str(self.case_limit_s), *names]
         limit_s = _START_LIMIT_S + self.case_limit_s * len(names)
         return run_processes([sys.executable, str(_HERE / "fidelity_worker.py"), *args], size, limit_s)
 
@@ -135,7 +135,7 @@ def run_processes(command: Sequence[str], size: int, limit_s: float) -> str:
         if size > 1:
             own = {"PFEIFE_ON_LOSS_MISMATCH": "error", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
             own |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "XDG_CACHE_HOME": str(Path(command[2]) / "cache")}
         outputs.append(Path(command[2]) / f"log.{rank}")
         with outputs[-1].open("w") as out:
             processes.append(

@@ -1,6 +1,6 @@
 """Run cases in this process, one after the other, and write what each of them recorded.
 
-    fidelity_worker.py FOLDER PRECISION LIMIT_S CASE...
+    fidelity_worker.py FOLDER LAUNCH LIMIT_S CASE...
 
 The same file is run as one plain process and as ranks of a pipeline. It knows which only to vary the pipeline's options
 from case to case, which a real script does by its configuration, and to note in which order the steps ran. Results are
@@ -22,11 +22,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from fidelity_cases import CASES
 from fidelity_kit import Case, Models, Run
+from fidelity_plans import turned
 
 
 def main() -> None:
     """Run the cases of the command line."""
-    folder, precision, limit_s, names = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
+    folder, limit_s, names = Path(sys.argv[1]), float(sys.argv[3]), sys.argv[4:]
+    precision = sys.argv[2].split("+")[0]
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     accelerator, models = accelerator_of(precision), Models()
@@ -37,7 +39,7 @@ def main() -> None:
         start_s, start_cpu_s = time.monotonic(), time.process_time()
         accelerator.gradient_accumulation_steps = 1
         orders.set_options(case)
-        models.options = case.options
+        models.options, models.plan = case.options, case.plan
         set_seed(1)
         run = Run(accelerator=accelerator, dtype=case.dtype, rank=rank, size=size, models=models)
         (case.reference or case.body if size == 1 else case.body)(run)
@@ -66,6 +68,7 @@ class Orders:
     def __init__(self, size: int) -> None:
         self._running: Any = None
         self._kinds: set[str] = set()
+        self._plan = ""
         if size > 1:
             from pfeife_accelerate import session
 
@@ -79,14 +82,17 @@ class Orders:
                 announce(announcement)
 
             conductor.announce = noted
+            follow = self._running.follow_plan
+            self._running.follow_plan = lambda plan: follow(turned(self._plan, plan) if self._plan else plan)
 
     def set_options(self, case: Case) -> None:
         """Give the running pipeline the case's options, for the models that are prepared from now on."""
         if self._running is not None:
             self._running.plugin = replace(type(self._running.plugin)(), **case.options)
+            self._plan = case.plan
 
     def take(self) -> list[str]:
-        """Kinds of schedules that this rank has announced since the last time; only the last rank announces."""
+        """Kinds of schedules that this rank has announced since the last time; only one rank announces."""
         kinds = sorted(self._kinds)
         self._kinds.clear()
         return kinds
