@@ -1,8 +1,9 @@
 """Which schedule runs next: one rank of the pipeline decides, the others follow, so that all run the same sequence.
 
-The conductor is the rank of the last stage, which computes the loss; before there is a plan, the last rank. It announces
-every schedule by a small message before it starts it. A follower runs announced schedules in order, whenever its script asks for what needs them. Nobody
-therefore depends on who reads a value first, and a script that reads early on some ranks only cannot hang:
+The conductor is the rank of the last stage, which computes the loss; before there is a plan, the last rank. It
+announces every schedule by a small message before it starts it. A follower runs announced schedules in order, whenever
+its script asks for what needs them. Nobody therefore depends on who reads a value first, and a script that reads early
+on some ranks only cannot hang:
 
 - a follower that reads before `backward` tells the conductor (a *demand*) and waits for the announcement; the conductor
   serves open demands whenever its script enters this package;
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -81,6 +83,10 @@ class Announcement:
         )
 
 
+class _PassedBy(Exception):
+    """This rank's script alone makes a call."""
+
+
 class Conductor:
     """The order of schedules in one pipeline, as seen by one rank."""
 
@@ -95,6 +101,8 @@ class Conductor:
         self._not_made: dict[int, set[int]] = {}
         self._evaluating: dict[int, set[int]] = {}
         self._training: set[int] = set()
+        self.passed_by: Callable[[set[int]], bool] = lambda _ranks: False
+        """Whether one of these ranks, as the control plane numbers them, waits in a barrier that this one is not in."""
         self.waiting_for: int | None = None
         """The rank, as the control plane numbers it, whose message is waited for at this moment."""
         self._demanded: dict[int, set[str]] = {}
@@ -148,13 +156,36 @@ class Conductor:
 
     # -------------------------------------------------------------------------------------------- the leading rank
 
-    def gather(self, number: int, serve_demand: Callable[[Call], None]) -> None:
-        """Wait until the scripts of all ranks have made a call; meanwhile do what they wait for."""
+    def gather(self, number: int, serve_demand: Callable[[Call], None]) -> bool:
+        """Wait until the scripts of all ranks have made a call; meanwhile do what they wait for.
+
+        Returns: whether they do make it. Ranks that evaluate together with this one, but without the others, are sent
+        off to do so alone.
+        """
         self._starting.add(number)
-        while missing := self._not_in(number):
-            if not self._serve_demands(serve_demand, urgent=True):
-                self._note(self._receive(_TO_LEADER, min(missing)))
-        self._starting.discard(number)
+        try:
+            while True:
+                missing = self._not_in(number)
+                self._refuse_to_wait(number, missing)
+                if not missing:
+                    return True
+                if not self._serve_demands(serve_demand, urgent=True):
+                    end = partial(self._refuse_to_wait, number, missing)
+                    self._note(self._receive(_TO_LEADER, min(missing), end))
+        except _PassedBy:
+            if number not in self._training and (alone := self._evaluating.pop(number, None)):
+                self._send_alone(number, alone)
+            return False
+        finally:
+            self._starting.discard(number)
+
+    def _refuse_to_wait(self, number: int, missing: set[int]) -> None:
+        """Raise if this rank's script alone makes a call: the others train where it evaluates (a validation on the main
+        process, between two steps), or wait in a barrier that it has not come to.
+        """
+        trains = set(self._followers) - missing - self._evaluating.get(number, set())
+        if (trains and number not in self._training) or self.passed_by(missing):
+            raise _PassedBy
 
     def meet(
         self,
@@ -168,7 +199,9 @@ class Conductor:
         if self.leads:
             if training:
                 self._training.add(number)
-            self.gather(number, serve_demand)
+            if not self.gather(number, serve_demand):
+                self._next_number -= 1
+                return False
             self._not_made.pop(number)
             self.announce(Announcement(run=Run.PLAN, call=number))
             return True
@@ -190,14 +223,18 @@ class Conductor:
         """
         missing = self._missing(number)
         if number in self._training and (alone := self._evaluating.pop(number, None)):
-            missing |= alone
-            topic, shown = f"batch {number}", []
-            while (body := self.control.poll(topic)) is not None:
-                shown.append(body)
-            for body in [body for body in shown if body["rank"] not in alone]:
-                self.control.post([self.control.rank], topic, body)
-            self.control.post(alone, _SCHEDULE, Announcement(run=Run.ALONE, call=number).to_json())
+            self._send_alone(number, alone)
         return missing
+
+    def _send_alone(self, number: int, alone: set[int]) -> None:
+        """Let ranks evaluate alone; they make the call with this number afterwards."""
+        self._missing(number).update(alone)
+        topic, shown = f"batch {number}", []
+        while (body := self.control.poll(topic)) is not None:
+            shown.append(body)
+        for body in [body for body in shown if body["rank"] not in alone]:
+            self.control.post([self.control.rank], topic, body)
+        self.control.post(alone, _SCHEDULE, Announcement(run=Run.ALONE, call=number).to_json())
 
     def _serve_demands(self, serve_demand: Callable[[Call], None], *, urgent: bool) -> bool:
         """Run the calls that others read. If it is not urgent, those whose loss is to be expected wait for it: then
@@ -284,10 +321,10 @@ class Conductor:
         self.control.fetch(self._leader, "demand", f"{call.number}/{','.join(call.reachable())}")
         self.control.post([self._leader], _TO_LEADER, {"demand": call.number, "wanted": list(call.reachable())})
 
-    def _receive(self, topic: str, sender: int) -> dict[str, Any]:
+    def _receive(self, topic: str, sender: int, end: Callable[[], None] | None = None) -> dict[str, Any]:
         self.waiting_for = sender
         try:
-            return self.control.receive(topic)
+            return self.control.receive(topic, abandon=end)
         finally:
             self.waiting_for = None
 

@@ -44,6 +44,7 @@ __all__ = ["Session", "current", "place", "start", "stop", "validate_world"]
 
 _LOGGER = get_logger(__name__)
 _BARRIER_POLL_S = 0.002
+_MEETINGS = ("barrier", "settle", "settled", "load_state_dict")
 
 
 class Session:
@@ -58,6 +59,7 @@ class Session:
         self.transport = DistributedTransport(mesh.pipeline_group, device)
         self.executor = Executor(self.transport, device)
         self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)
+        self.conductor.passed_by = self._passed_by
         first = mesh.pipeline_index * mesh.pipeline_size
         self.batch_check = BatchCheck(control, first + mesh.pipeline_size - 1, mesh.pipeline_size)
         self.models: list[PipelinedModel] = []
@@ -102,6 +104,7 @@ class Session:
         self._meet(what, self.mesh.shape.pipeline_ranks(self.mesh.pipeline_index))
 
     def _meet(self, what: str, ranks: Sequence[int]) -> None:
+        assert what in _MEETINGS, what
         self._meetings[what] += 1
         topic = f"{what} {self._meetings[what]}"
         missing = {r for r in ranks if r != self.mesh.world_rank}
@@ -115,6 +118,17 @@ class Session:
         with self.control.busy():
             self.hand_changes.note_moment(self.models)
             self.num_meetings += 1
+
+    def _passed_by(self, ranks: set[int]) -> bool:
+        waiting: set[int] = set()
+        for what in _MEETINGS:
+            topic, bodies = f"{what} {self._meetings[what] + 1}", []
+            while (body := self.control.poll(topic)) is not None:
+                bodies.append(body)
+            for body in bodies:
+                waiting.add(int(str(body["rank"])))
+                self.control.post([self.mesh.world_rank], topic, body)
+        return not waiting.isdisjoint(ranks)
 
     def service(self, *, urgent: bool = False) -> bool:
         """Run what other ranks wait for; called whenever the script enters this package.

@@ -18,6 +18,7 @@ from torch import nn
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf
 from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
+from pfeife_accelerate.capture.op_graph import stages_of_states
 from pfeife_accelerate.capture.random_operation import own_generators
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
@@ -136,7 +137,8 @@ class PipelinedModel:
         mesh = self.session.mesh
         plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device))
         self.states = self.capture.states()
-        self.placement = Placement(plan, self.states, mesh.rank)
+        stages_of = stages_of_states(call.graph, plan.cuts)
+        self.placement = Placement(stages_of, plan.stage_ranks, self.states, mesh.rank)
         self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
         self.programs = ProgramCache(plan.schedule, mesh.rank)
         self.gradients = GradientBook(self.placement)
@@ -269,7 +271,11 @@ class PipelinedModel:
     ) -> None:
         """On the conductor: decide on a schedule, as soon as every rank's script has made the call."""
         if not call.has_run:
-            self.conductor.gather(call.number, self.session.serve_demand)
+            if not self.conductor.gather(call.number, self.session.serve_demand):
+                if run is not Run.EVALUATE:
+                    raise lonely_training_call()
+                self._step_aside(call)
+                return
             self.session.batch_check.verify(call)
         wanted: tuple[str, ...] = ()
         match run:
@@ -296,12 +302,16 @@ class PipelinedModel:
     def run_announced(self, call: Call, announcement: Announcement) -> None:
         """Take part in a schedule that another rank started."""
         if announcement.run is Run.ALONE:
-            call.alone, call.progress = True, Progress.DONE
-            if call.graph.random_number:
-                return_seed()
-            self.conductor.give_back(call)
-            return
-        self._run(call, announcement)
+            self._step_aside(call)
+        else:
+            self._run(call, announcement)
+
+    def _step_aside(self, call: Call) -> None:
+        """This rank alone has made the call: it runs it by itself, and its number is another call's."""
+        call.alone, call.progress = True, Progress.DONE
+        if call.graph.random_number:
+            return_seed()
+        self.conductor.give_back(call)
 
     @contextmanager
     def plain_forward(self) -> Iterator[None]:

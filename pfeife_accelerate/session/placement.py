@@ -7,12 +7,11 @@ for another task, a layer that was skipped) stays on every rank until another gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.runtime.transport import AbstractTransport
 
 _TIE_TAG = 1 << 26
@@ -22,13 +21,16 @@ _PRESENCE_TAG = _TIE_TAG + (1 << 25)
 class Placement:
     """Where each parameter and buffer of a model lives in the pipeline."""
 
-    def __init__(self, plan: PipelinePlan, states: Mapping[str, torch.Tensor], rank: int) -> None:
+    def __init__(
+        self,
+        stages_of: Mapping[str, tuple[int, ...]],
+        stage_ranks: Sequence[int],
+        states: Mapping[str, torch.Tensor],
+        rank: int,
+    ) -> None:
         self.rank = rank
-        self.stages_of: dict[str, tuple[int, ...]] = {}
-        for index, stage in enumerate(plan.stages):
-            for name in stage.params:
-                self.stages_of[name] = (*self.stages_of.get(name, ()), index)
-        self._stage_ranks = plan.stage_ranks
+        self.stages_of = dict(stages_of)
+        self._stage_ranks = tuple(stage_ranks)
         self.parameters = {n: t for n, t in states.items() if isinstance(t, nn.Parameter)}
         self.buffers = {n: t for n, t in states.items() if not isinstance(t, nn.Parameter)}
         self._derive()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -102,7 +103,8 @@ def _question(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torc
 
 def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> None:
     """Raise unless the plan is one for this call's graph and this many ranks, and its order can run."""
-    if plan.graph_fingerprint != _graph(call, plan.spec.num_microbatches).fingerprint:
+    graph = _graph(call, plan.spec.num_microbatches)
+    if plan.graph_fingerprint != graph.fingerprint:
         raise PfeifeError(
             id="PF223",
             what=f"the plan in {path} was made for another model, batch size or version",
@@ -116,6 +118,15 @@ def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> No
             what=f"the plan in {path} was made for {plan.num_ranks} ranks, not for {mesh.pipeline_size}",
             where=f"plan_file: {path}",
             hints=(f"pipeline_size: {plan.num_ranks}", "remove the file: a new plan is made and stored there"),
+        )
+    bounds = (0, *plan.cuts, len(graph.nodes))
+    wrong = [cut for cut in plan.cuts if not (0 < cut < len(graph.nodes) and graph.nodes[cut].cut_allowed)]
+    if wrong or any(first >= last for first, last in pairwise(bounds)):
+        raise PfeifeError(
+            id="PF224",
+            what=f"the plan in {path} cuts the graph's {len(graph.nodes)} operations at {list(plan.cuts)}",
+            where=f"plan_file: {path}",
+            why=f"no cut is possible at {wrong}" if wrong else "each stage needs an operation",
         )
     lower(plan.schedule, chain_messages(plan.stage_ranks))
 

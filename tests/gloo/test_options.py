@@ -65,8 +65,6 @@ def test_a_plan_is_kept_in_the_plan_file_used_again_and_refused_for_another_mode
     moved = json.loads(text)
     turn_into_a_v(moved)
     moved["cuts"] = [2, 4, 8]  # of twelve operations, two a block
-    for stage, blocks in zip(moved["stages"], ("0", "1", "23", "45"), strict=True):
-        stage["params"] = [f"blocks.{block}.{kind}" for block in blocks for kind in ("weight", "bias")]
     plan_file.write_text(json.dumps(moved))
     second = _run(8, plugin).check()
     assert second.lines("loss") == first.lines("loss") != [], "another plan gives the same"
@@ -78,6 +76,10 @@ def test_a_plan_is_kept_in_the_plan_file_used_again_and_refused_for_another_mode
     del moved["per_rank"][0][0]
     plan_file.write_text(json.dumps(moved))
     assert "PF202 stage 0 runs B for micro-batch 0, expected F B" in _run(8, plugin).stderr
+    moved["cuts"] = [2, 8, 4]
+    plan_file.write_text(json.dumps(moved))
+    refused = _run(8, plugin).stderr
+    assert "PF224" in refused and "cuts the graph's 12 operations at [2, 8, 4]" in refused, refused
     plan_file.write_text(text)
     other = _run(16, plugin)
     assert other.returncode not in (0, None)

@@ -93,7 +93,7 @@ def test_a_precision_that_pipelines_do_not_have(monkeypatch):
 
 def test_a_schedule_for_a_call_that_this_rank_has_not_made():
     late = Announcement(run=Run.FORWARD, call=7).to_json()
-    control = SimpleNamespace(serve=lambda *_: None, receive=lambda topic: late)
+    control = SimpleNamespace(serve=lambda *_: None, receive=lambda topic, abandon: late)
     follower = Conductor(control, 0, 0, 2)
     call = SimpleNamespace(number=8, progress=Progress.PENDING)
     with pytest.raises(PfeifeError, match="PF430 rank 0 has no call number 7 of the model") as error:
