@@ -1,7 +1,7 @@
 """Profile, plan, agree: what happens once, at the first call of a model.
 
-World rank 0 measures the operations and plans; every rank gets the plan as JSON and checks that its own graph has the
-plan's fingerprint.
+All ranks measure the links between them, unless that has been done before; world rank 0 measures the operations and
+plans; every rank gets the plan as JSON and checks that its own graph has the plan's fingerprint.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from pfeife_accelerate.capture.measurable import measurable_ops
 from pfeife_accelerate.capture.op_graph import to_op_graph
-from pfeife_accelerate.config import PfeifePlugin
+from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
+from pfeife_accelerate.cost.link_profile import LinkProfile, backend_of
 from pfeife_accelerate.cost.op_profile import measure
+from pfeife_accelerate.cost.store import op_profiles
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostTable, Machine, OpGraph, PipelinePlan, from_json, to_json
 from pfeife_accelerate.log import get_logger
@@ -24,6 +26,8 @@ from pfeife_accelerate.planner.search import SearchOptions, make_plan
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.runtime.microbatch import divide
 from pfeife_accelerate.session.call import Call
+from pfeife_accelerate.session.links import agree_on_links
+from pfeife_accelerate.session.progress import MeasuringProgress
 
 _LOG = get_logger(__name__)
 
@@ -47,8 +51,10 @@ def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: 
     rows = divide(call.batch_size, number)[0].count
     graph = to_op_graph(call.graph, call.micro_bindings(rows))
     text = ""
+    plan = _stored_plan(plugin, graph) if mesh.world_rank == 0 else None
+    links = agree_on_links(mesh, device, cache_folder(plugin), is_wanted=plan is None)
     if mesh.world_rank == 0:
-        plan = _stored_plan(plugin, graph) or _new_plan(plugin, mesh, call, graph, number, device)
+        plan = plan or _new_plan(plugin, mesh, call, graph, number, device, links)
         text = to_json(plan)
         if plugin.plan_file and not Path(plugin.plan_file).exists():
             Path(plugin.plan_file).write_text(text)
@@ -80,13 +86,16 @@ def _stored_plan(plugin: PfeifePlugin, graph: OpGraph) -> PipelinePlan | None:
 
 
 def _new_plan(
-    plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, graph: OpGraph, number: int, device: torch.device
+    plugin: PfeifePlugin,
+    mesh: PipelineMesh,
+    call: Call,
+    graph: OpGraph,
+    number: int,
+    device: torch.device,
+    links: LinkProfile | None,
 ) -> PipelinePlan:
-    rows = divide(call.batch_size, number)[0].count
-    ops = measurable_ops(call.graph, call.micro_bindings(rows), device, autocast=call.autocast)
-    costs = CostTable(ops=measure(ops, device))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    machine = Machine(devices=(device_spec(device, local_ranks=mesh.world_size),), link=link_spec(backend))
+    costs = measured_costs(plugin, call, number, device)
+    machine = machine_here(mesh, device, links)
     options = SearchOptions(
         num_microbatches=number,
         schedule=plugin.schedule,
@@ -98,6 +107,30 @@ def _new_plan(
     plan = make_plan(graph, costs, machine, mesh.pipeline_size, number, options)
     _LOG.info("plan\n%s", describe(plan))
     return plan
+
+
+def measured_costs(plugin: PfeifePlugin, call: Call, number: int, device: torch.device) -> CostTable:
+    """What each operation costs on `device` for the first of `number` micro-batches; what is known is not measured."""
+    rows = divide(call.batch_size, number)[0].count
+    ops = measurable_ops(call.graph, call.micro_bindings(rows), device, autocast=call.autocast)
+    store = op_profiles(cache_folder(plugin), device)
+    profiles = store.read()
+    known = dict(profiles)
+    with MeasuringProgress("measuring operations") as progress:
+        costs = measure(ops, device, profiles=profiles, progress=progress)
+    store.add({key: profile for key, profile in profiles.items() if key not in known})
+    return CostTable(ops=costs)
+
+
+def machine_here(mesh: PipelineMesh, device: torch.device, links: LinkProfile | None) -> Machine:
+    """The devices and links of this launch; without measured links, typical ones of the backend."""
+    local = links.ranks_per_host if links is not None and links.ranks_per_host is not None else mesh.world_size
+    return Machine(
+        devices=(device_spec(device, local_ranks=local),),
+        link=link_spec(backend_of(mesh.pipeline_group, device)) if links is None else links.link,
+        ranks_per_host=None if links is None else links.ranks_per_host,
+        link_between_hosts=None if links is None else links.between,
+    )
 
 
 def _broadcast_text(text: str, mesh: PipelineMesh) -> str:
