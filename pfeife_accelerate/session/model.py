@@ -41,6 +41,7 @@ from pfeife_accelerate.session.own_gradients import OwnGradients
 from pfeife_accelerate.session.peek import peek
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan, num_microbatches
+from pfeife_accelerate.session.profiling import profile_and_leave
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.randomness import return_seed, take_seed
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
@@ -91,6 +92,8 @@ class PipelinedModel:
             return self.gate.run(args, kwargs)
         training = wants_gradients or bool(captured.links)
         call = self._new_call(captured, precision, training=training)
+        if training and self.session.plugin.profile_file is not None:
+            profile_and_leave(self, call, self.session.plugin.profile_file)
         if self.plan is None:
             self._plan(call)
         if self.session.mesh.world_rank == 0:

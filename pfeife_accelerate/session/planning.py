@@ -11,15 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pfeife_accelerate.capture.measurable import measurable_ops
 from pfeife_accelerate.capture.op_graph import to_op_graph
 from pfeife_accelerate.config import PfeifePlugin, cache_folder
-from pfeife_accelerate.cost.hardware import device_spec, link_spec
-from pfeife_accelerate.cost.link_profile import LinkProfile, backend_of
-from pfeife_accelerate.cost.op_profile import measure
-from pfeife_accelerate.cost.store import op_profiles
+from pfeife_accelerate.cost.link_profile import LinkProfile
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import CostTable, Machine, OpGraph, PipelinePlan, from_json, to_json
+from pfeife_accelerate.ir import OpGraph, PipelinePlan, from_json, to_json
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.describe import describe
 from pfeife_accelerate.planner.search import SearchOptions, make_plan
@@ -27,7 +23,7 @@ from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.runtime.microbatch import divide
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.links import agree_on_links
-from pfeife_accelerate.session.progress import MeasuringProgress
+from pfeife_accelerate.session.measuring import machine_here, measured_costs
 
 _LOG = get_logger(__name__)
 
@@ -94,7 +90,7 @@ def _new_plan(
     device: torch.device,
     links: LinkProfile | None,
 ) -> PipelinePlan:
-    costs = measured_costs(plugin, call, number, device)
+    costs = measured_costs(plugin, call, divide(call.batch_size, number)[0].count, device)
     machine = machine_here(mesh, device, links)
     options = SearchOptions(
         num_microbatches=number,
@@ -107,30 +103,6 @@ def _new_plan(
     plan = make_plan(graph, costs, machine, mesh.pipeline_size, number, options)
     _LOG.info("plan\n%s", describe(plan))
     return plan
-
-
-def measured_costs(plugin: PfeifePlugin, call: Call, number: int, device: torch.device) -> CostTable:
-    """What each operation costs on `device` for the first of `number` micro-batches; what is known is not measured."""
-    rows = divide(call.batch_size, number)[0].count
-    ops = measurable_ops(call.graph, call.micro_bindings(rows), device, autocast=call.autocast)
-    store = op_profiles(cache_folder(plugin), device)
-    profiles = store.read()
-    known = dict(profiles)
-    with MeasuringProgress("measuring operations") as progress:
-        costs = measure(ops, device, profiles=profiles, progress=progress)
-    store.add({key: profile for key, profile in profiles.items() if key not in known})
-    return CostTable(ops=costs)
-
-
-def machine_here(mesh: PipelineMesh, device: torch.device, links: LinkProfile | None) -> Machine:
-    """The devices and links of this launch; without measured links, typical ones of the backend."""
-    local = links.ranks_per_host if links is not None and links.ranks_per_host is not None else mesh.world_size
-    return Machine(
-        devices=(device_spec(device, local_ranks=local),),
-        link=link_spec(backend_of(mesh.pipeline_group, device)) if links is None else links.link,
-        ranks_per_host=None if links is None else links.ranks_per_host,
-        link_between_hosts=None if links is None else links.between,
-    )
 
 
 def _broadcast_text(text: str, mesh: PipelineMesh) -> str:
