@@ -77,6 +77,10 @@ class PfeifePlugin:
     plan_file: str | None = field(default=None, metadata={"kind": "path"})
     """A plan made before (`pfeife plan`), used instead of planning."""
 
+    profile_file: str | None = field(default=None, metadata={"kind": "path"})
+    """Instead of training: at the first training call, measure, write the costs into this file, and end the script.
+    `pfeife profile` sets it."""
+
     cache_dir: str | None = field(default=None, metadata={"kind": "path"})
     """Folder for what has been measured on this machine. None: `pfeife_accelerate` in the user's cache folder
     (`$XDG_CACHE_HOME`, or else `~/.cache`)."""

@@ -60,22 +60,25 @@ def measure(
     budget_s: float = 20.0,
     spec: DeviceSpec | None = None,
     profiles: MutableMapping[str, OpProfile] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[OpCost, ...]:
     """The cost of each operation on `device`, aligned with `ops`; None costs nothing.
 
     Operations with equal keys are timed once, the longest first. What fails on made-up data, and what is left when
     `budget_s` seconds are used up, is MODELLED by `spec` (by default: this device). `profiles` holds what is known
-    already, by key, and receives what is measured. The generators of random numbers are
-    left as they were; on CUDA the peak memory statistics start anew.
+    already, by key, and receives what is measured. `progress` is told before each operation how many of those that were
+    not known are done, and how many there are, and once in the end. The generators of random numbers are left as they
+    were; on CUDA the peak memory statistics start anew.
     """
     known: MutableMapping[str, OpProfile] = {} if profiles is None else profiles
     modelled: dict[str, OpProfile] = {}
     end_s = time.perf_counter() + budget_s
+    new = [op for op in _longest_first(ops) if op.key not in known]
+    tell = progress if progress is not None and new else _tell_nobody
     with _clean_slate(device):
         overhead_s: float | None = None
-        for op in _longest_first(ops):
-            if op.key in known:
-                continue
+        for number, op in enumerate(new):
+            tell(number, len(new))
             if time.perf_counter() < end_s:
                 try:
                     overhead_s = _engine_s(device) if overhead_s is None else overhead_s
@@ -85,9 +88,14 @@ def measure(
                     _LOG.debug("%s cannot be measured: %s", op.key, failure)
             spec = spec or device_spec(device)
             modelled[op.key] = _modelled(op, spec)
+    tell(len(new), len(new))
     if modelled:
         _LOG.info("%d kinds of operation modelled, %d measured", len(modelled), len(known))
     return _costs(ops, {**known, **modelled})
+
+
+def _tell_nobody(done: int, total: int) -> None:
+    pass
 
 
 def _costs(ops: Sequence[MeasurableOp | None], profiles: MutableMapping[str, OpProfile]) -> tuple[OpCost, ...]:

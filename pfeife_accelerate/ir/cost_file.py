@@ -3,8 +3,9 @@
 Format: `nodes` in topological order with `fwd_ms`, `bwd_ms` (or `bwd_input_ms` and `bwd_weight_ms`), `param_bytes`,
 `act_bytes`, `temp_bytes`, `optim_ms`, `op`, and `tied_to` where an operation reads the parameters of an earlier one;
 `edges` with `src`, `dst`, `bytes`, `t` (equal for the readers of one tensor) and `grad`; `link` with `latency_ms` and
-`gb_per_s`; `device_memory_bytes`; `state_bytes_per_param` bytes of parameter, gradient and optimizer state for each
-parameter of `bytes_per_param` bytes.
+`gb_per_s`, and where there are several hosts `link_between_hosts` and `ranks_per_host`; `device_memory_bytes`;
+`action_ms` and `runs_ahead` as in `DeviceSpec`; `state_bytes` of a node, or `state_bytes_per_param` bytes of parameter,
+gradient and optimizer state for each parameter of `bytes_per_param` bytes.
 Ignores: keys it does not know, so that a file may say more than the planner reads.
 """
 
@@ -51,7 +52,7 @@ def _graph(data: dict[str, Any], name: str) -> CostGraph:
         use = ParamUse(
             owner=index if owner is None else owner,
             num_bytes=row["param_bytes"],
-            state_bytes=round(row["param_bytes"] * ratio),
+            state_bytes=row.get("state_bytes", round(row["param_bytes"] * ratio)),
             optimizer_s=row.get("optim_ms", 0.0) * _MS,
         )
         input_s, weight_s = _backward(row)
@@ -95,7 +96,7 @@ def _backward(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _machine(data: dict[str, Any]) -> Machine:
-    link = LinkSpec(latency_s=data["link"]["latency_ms"] * _MS, bytes_per_s=data["link"]["gb_per_s"] * _GB)
+    between = data.get("link_between_hosts")
     device = DeviceSpec(
         name=data.get("device", "device"),
         memory_bytes=int(data["device_memory_bytes"]),
@@ -103,22 +104,37 @@ def _machine(data: dict[str, Any]) -> Machine:
         bytes_per_s=0.0,
         launch_s=0.0,
         action_s=data.get("action_ms", 0.0) * _MS,
+        runs_ahead=data.get("runs_ahead", True),
     )
-    return Machine(devices=(device,), link=link)
+    return Machine(
+        devices=(device,),
+        link=_link(data["link"]),
+        ranks_per_host=data.get("ranks_per_host"),
+        link_between_hosts=None if between is None else _link(between),
+    )
+
+
+def _link(data: dict[str, Any]) -> LinkSpec:
+    return LinkSpec(latency_s=data["latency_ms"] * _MS, bytes_per_s=data["gb_per_s"] * _GB)
+
+
+def _link_row(link: LinkSpec) -> dict[str, float]:
+    return {"latency_ms": link.latency_s / _MS, "gb_per_s": link.bytes_per_s / _GB}
 
 
 def write_cost_file(path: Path, graph: CostGraph, machine: Machine) -> None:
-    """Write what `read_cost_file` reads. State bytes are written as one ratio: that of all parameters together."""
+    """Write what `read_cost_file` reads; the ratio of state bytes is that of all parameters together."""
     uses = [use for node in graph.nodes for use in node.params]
     num_bytes = sum(use.num_bytes for use in uses)
     device = machine.device_of(0)
     first: dict[int, int] = {}
-    data = {
+    data: dict[str, Any] = {
         "name": graph.name,
         "device": device.name,
         "device_memory_bytes": device.memory_bytes,
         "action_ms": device.action_s / _MS,
-        "link": {"latency_ms": machine.link.latency_s / _MS, "gb_per_s": machine.link.bytes_per_s / _GB},
+        "runs_ahead": device.runs_ahead,
+        "link": _link_row(machine.link),
         "bytes_per_param": 1,
         "state_bytes_per_param": sum(use.state_bytes for use in uses) / num_bytes if num_bytes else 1,
         "nodes": [_row(index, node, first) for index, node in enumerate(graph.nodes)],
@@ -128,6 +144,9 @@ def write_cost_file(path: Path, graph: CostGraph, machine: Machine) -> None:
             for reader in v.readers
         ],
     }
+    if machine.link_between_hosts is not None:
+        data["link_between_hosts"] = _link_row(machine.link_between_hosts)
+        data["ranks_per_host"] = machine.ranks_per_host
     text = json.dumps(data, allow_nan=False)
     path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
 
@@ -140,6 +159,7 @@ def _row(index: int, node: CostNode, first: dict[int, int]) -> dict[str, Any]:
         "bwd_input_ms": node.backward_input_s / _MS,
         "bwd_weight_ms": node.backward_weight_s / _MS,
         "param_bytes": sum(use.num_bytes for use in node.params),
+        "state_bytes": sum(use.state_bytes for use in node.params),
         "act_bytes": node.saved_bytes,
         "temp_bytes": node.workspace_bytes,
         "optim_ms": sum(use.optimizer_s for use in node.params) / _MS,

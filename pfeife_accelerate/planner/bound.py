@@ -3,10 +3,10 @@
 Proof, for D ranks and M micro-batches of one size, with X the length of the step, f and b the seconds of an operation's
 forward and backward, head(i) the longest chain of forwards before operation i, tail(i) the longest chain of input
 gradients behind the one of i:
-- work: a rank's first job is some F(i), not before head(i); ranks hold different operations, so together they wait at
-  least the D smallest heads, and then run M times all work and the optimizer step once: D X >= M sum(f + b) + optimizer
-  + D smallest heads. Likewise a rank's last backward B(i) is followed by tail(i) elsewhere: D smallest tails in place of
-  the optimizer step.
+- work: a rank's first job is some F(i), not before head(i); ranks hold different operations, so together they wait
+  at least the D smallest heads, and then run M times all work and the optimizer step once: D X >= M sum(f + b) +
+  optimizer + D smallest heads. Likewise a rank's last backward B(i) is followed by tail(i) elsewhere: D smallest
+  tails in place of the optimizer step.
 - node: all micro-batches of an operation run on one rank: X >= head(i) + M (f + b) + max(tail(i), its optimizer step).
 - path: one micro-batch passes i forwards and backwards: X >= head(i) + f + b + tail(i).
 Transfers and the host's time only add to it, as does recomputation.

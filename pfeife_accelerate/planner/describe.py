@@ -31,5 +31,6 @@ def describe(plan: PipelinePlan) -> str:
     a_rank = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
     order = f"{spec.family.value}, {spec.num_microbatches} micro-batches, {a_rank} stage(s) a rank"
     peaks = ", ".join(f"{peak / 1e6:.0f}" for peak in plan.peak_bytes)
-    lines += [order, render(plan.schedule), f"estimate: {plan.estimate_s * 1e3:.1f} ms a step, peak {peaks} MB"]
+    bound = f" (no plan takes less than {plan.lower_bound_s * 1e3:.1f})" if plan.lower_bound_s else ""
+    lines += [order, render(plan.schedule), f"estimate: {plan.estimate_s * 1e3:.1f} ms a step{bound}, peak {peaks} MB"]
     return "\n".join(lines)

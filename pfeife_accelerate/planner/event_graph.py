@@ -1,8 +1,9 @@
 """When everything happens, for one order and many slicings at once.
 
-Models: an order fixes what each job waits for: the job before it on its rank, the messages it reads; and a message waits
-for the job that makes it and the message before it on its directed link. The times are longest paths in this graph, so
-all slicings that share an order are one pass over arrays, level by level. Ignores: memory, and how the order was found.
+Models: an order fixes what each job waits for: the job before it on its rank, the messages it reads; and a message
+waits for the job that makes it and the message before it on its directed link. The times are longest paths in this
+graph, so all slicings that share an order are one pass over arrays, level by level.
+Ignores: memory, and how the order was found.
 
 Legend: jobs are numbered as in `schedule.order`; nodes are the jobs, then each message for each micro-batch, then its
 way back.
@@ -11,6 +12,8 @@ way back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from pfeife_accelerate.planner.problem import Floats, Ints
@@ -137,10 +140,10 @@ class EventGraph:
         self._sequence = sequence
         self._last_jobs = np.asarray([number[jobs[-1]] for jobs in self.order.jobs])
         bounds = np.cumsum([0, *map(len, waves)]).tolist()
-        self._levels = [self._level(first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+        self._levels = [self._level(first, last) for first, last in pairwise(bounds)]
 
     def _level(self, first: int, last: int) -> tuple[int, int, list[tuple[Ints | None, Ints]]]:
-        """Range of nodes, and what they wait for: all for the first thing, then those that wait for more for the next."""
+        """Range of nodes, and what they wait for: all for the first, then those that wait for more for the next."""
         start, count = self._first[first:last], np.diff(self._first[first : last + 1])
         waits: list[tuple[Ints | None, Ints]] = [(None, self._before[start])]
         for number in range(1, int(count.max())):

@@ -33,9 +33,7 @@ class _Idle:
     waits_s: float
 
 
-def runners_up(
-    problem: Problem, best: Start, begun: Sequence[Start], recompute: Sequence[int]
-) -> tuple[RunnerUp, ...]:
+def runners_up(problem: Problem, best: Start, begun: Sequence[Start], recompute: Sequence[int]) -> tuple[RunnerUp, ...]:
     """The best start of every other family, the fastest first, with the reason why it lost."""
     families: dict[str, Start] = {}
     for start in begun:
@@ -48,7 +46,9 @@ def runners_up(
         if start.value >= MISFIT_S:
             rows.append(RunnerUp(family=family, estimate_s=None, why=_misfit(problem, start)))
         else:
-            rows.append(RunnerUp(family=family, estimate_s=start.value, why=_reason(problem, start, best.value, winner)))
+            rows.append(
+                RunnerUp(family=family, estimate_s=start.value, why=_reason(problem, start, best.value, winner))
+            )
     return tuple(sorted(rows, key=lambda row: (row.estimate_s is None, row.estimate_s or 0.0)))
 
 

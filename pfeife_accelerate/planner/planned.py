@@ -28,6 +28,8 @@ class RunnerUp:
 class Planned:
     """A plan that has been executed in simulated time, action by action, as ranks will execute it."""
 
+    graph_fingerprint: str
+    num_operations: int
     cuts: tuple[int, ...]
     schedule: Schedule
     recompute: tuple[int, ...]  #: stages that compute their activations again

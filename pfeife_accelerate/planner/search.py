@@ -231,9 +231,13 @@ def _planned(problem: Problem, best: Start, recompute: tuple[int, ...], begun: l
     estimate_s = float((ends + slices.optimizer_s[:, 0]).max())
     if abs(estimate_s - best.value) > 1e-6 * best.value:
         raise InternalError(
-            id="PF311", what=f"the plan takes {estimate_s} s as executed, {best.value} s as searched", where=str(best.spec)
+            id="PF311",
+            what=f"the plan takes {estimate_s} s as executed, {best.value} s as searched",
+            where=str(best.spec),
         )
     return Planned(
+        graph_fingerprint=problem.graph.fingerprint,
+        num_operations=len(problem.graph.nodes),
         cuts=tuple(best.cuts.tolist()),
         schedule=schedule,
         recompute=recompute,
@@ -279,4 +283,3 @@ def _stage_costs(slices: Slices) -> tuple[StageCost, ...]:
         )
         for forward_s, backward_s, weight_s, param, saved, workspace in table.T.tolist()
     )
-

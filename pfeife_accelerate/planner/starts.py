@@ -18,7 +18,7 @@ from pfeife_accelerate.planner.shapes import equal_time_cuts, profiles, shaped_c
 from pfeife_accelerate.planner.slices import Slices
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule.families import numbered
-from pfeife_accelerate.schedule.order import Order, order_of, split_backwards
+from pfeife_accelerate.schedule.order import Order, split_backwards
 
 __all__ = ["Start", "family_name", "specs", "starting_cuts", "starts"]
 

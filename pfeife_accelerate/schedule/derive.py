@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir.actions import Action, ActionKind, Schedule, ScheduleSpec
+from pfeife_accelerate.ir.actions import Action, ActionKind, Schedule, ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.schedule.families import build, build_for
 
 __all__ = ["for_microbatches", "in_sequence"]
@@ -33,7 +33,7 @@ def for_microbatches(schedule: Schedule, number: int) -> Schedule:
     if number < given:
         spec = _with_number(schedule.spec, number)
         return replace(schedule, spec=spec, per_rank=tuple(_fewer(actions, number) for actions in schedule.per_rank))
-    if schedule == build(schedule.spec):
+    if schedule.spec.family is not ScheduleFamily.LIST and schedule == build(schedule.spec):
         return build_for(schedule.spec, number)
     return replace(
         schedule,

@@ -38,11 +38,13 @@ from pfeife_accelerate.session.guess import Foresight, Guess
 from pfeife_accelerate.session.loss_choice import LossChooser
 from pfeife_accelerate.session.losses import MicrobatchLoss
 from pfeife_accelerate.session.numbers import MicrobatchNumber
+from pfeife_accelerate.session.optimizer_cost import training_state
 from pfeife_accelerate.session.outputs import deferred_outputs, output_values, refuse_loss_of_inputs
 from pfeife_accelerate.session.own_gradients import OwnGradients
 from pfeife_accelerate.session.peek import peek
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.planning import agree_on_plan
+from pfeife_accelerate.session.profiling import profile_and_leave
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.randomness import return_seed, take_seed
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
@@ -94,6 +96,8 @@ class PipelinedModel:
             return self.gate.run(args, kwargs)
         training = wants_gradients or bool(captured.links)
         call = self._new_call(captured, precision)
+        if training and self.session.plugin.profile_file is not None:
+            profile_and_leave(self, call, self.session.plugin.profile_file)
         if self.plan is None:
             self._plan(call)
         self.session.batch_check.show(call)
@@ -135,7 +139,8 @@ class PipelinedModel:
 
     def _plan(self, call: Call) -> None:
         mesh = self.session.mesh
-        plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device))
+        state = partial(training_state, self.session.optimizers.known, self.capture.states())
+        plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device, state))
         self.states = self.capture.states()
         stages_of = stages_of_states(call.graph, plan.cuts)
         self.placement = Placement(stages_of, plan.stage_ranks, self.states, mesh.rank)

@@ -46,6 +46,11 @@ class OptimizerStates:
         optimizer.register_load_state_dict_pre_hook(_without_elsewhere)
         optimizer.register_load_state_dict_post_hook(_forget_elsewhere)
 
+    @property
+    def known(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The prepared optimizers."""
+        return tuple(self._optimizers)
+
     def forget_elsewhere(self) -> None:
         """Free the state of parameters that have just been placed on other ranks."""
         for optimizer in self._optimizers:

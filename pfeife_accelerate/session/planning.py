@@ -1,12 +1,11 @@
-"""Profile, plan, agree: what happens once, at the first call of a model.
+"""Agree on a plan: what happens once, at the first call of a model.
 
-World rank 0 measures the operations and plans, or finds a plan that was made before; every rank gets the plan as JSON
-and checks that its own graph has the plan's fingerprint.
+World rank 0 finds a plan that was made before, or all ranks measure the links between them, unless that has been done,
+and world rank 0 makes a new one; every rank gets the plan as JSON and checks that its own graph has its fingerprint.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -15,39 +14,45 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pfeife_accelerate.capture.measurable import measurable_ops
-from pfeife_accelerate.capture.op_graph import to_op_graph
 from pfeife_accelerate.config import PfeifePlugin, cache_folder
-from pfeife_accelerate.cost.hardware import device_spec, link_spec
-from pfeife_accelerate.cost.op_profile import OpProfile, measure
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import CostTable, Machine, OpCost, OpGraph, PipelinePlan, from_json, to_json
-from pfeife_accelerate.log import get_logger
-from pfeife_accelerate.planner.describe import describe
-from pfeife_accelerate.planner.search import SearchOptions, make_plan
+from pfeife_accelerate.ir import DeviceSpec, PipelinePlan, from_json, to_json
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.schedule import chain_messages, lower
 from pfeife_accelerate.session.call import Call
-from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
+from pfeife_accelerate.session.links import agree_on_links
+from pfeife_accelerate.session.new_plan import TrainingState, graph_of, new_plan, search_options
 from pfeife_accelerate.session.plan_cache import PlanCache, write_plan
 
-_LOG = get_logger(__name__)
-_MEASURING_S = 20.0  #: for all sizes of micro-batches together
+#: Asked for the bytes of optimizer states alone: their seconds do not count.
+_NO_DEVICE = DeviceSpec(name="", memory_bytes=0, flops_per_s=(), bytes_per_s=1.0, launch_s=0.0)
 
 
-def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
-    """The plan that all ranks of the launch will follow.
+def agree_on_plan(
+    plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device, state: TrainingState
+) -> PipelinePlan:
+    """The plan that all ranks of the launch will follow; `state` tells what training keeps of each parameter.
 
     Raises: PfeifeError PF222 if a rank captured another model, and the planner's own errors.
     """
+    plan, cache = None, None
+    if mesh.world_rank == 0:
+        plan = _stored_plan(plugin, mesh, call)
+        if plan is None and plugin.plan_cache:
+            cache = PlanCache(cache_folder(plugin) / "plans", _question(plugin, mesh, call, device, state))
+            plan = cache.read(partial(_check, mesh, call, cache.path))
+    links = agree_on_links(mesh, device, cache_folder(plugin), is_wanted=plan is None)
     text = ""
     if mesh.world_rank == 0:
-        plan = _stored_plan(plugin, mesh, call) or _kept_or_new_plan(plugin, mesh, call, device)
+        if plan is None:
+            plan = new_plan(plugin, mesh, call, device, links, state)
+            if cache is not None:
+                cache.write(plan)
         text = to_json(plan)
         if plugin.plan_file and not Path(plugin.plan_file).exists():
             write_plan(Path(plugin.plan_file), plan)
     plan = from_json(_broadcast_text(text, mesh))
-    if plan.graph_fingerprint != _graph(call, plan.spec.num_microbatches).fingerprint:
+    if plan.graph_fingerprint != graph_of(call, plan.spec.num_microbatches).fingerprint:
         raise PfeifeError(
             id="PF222",
             what=f"rank {mesh.world_rank} captured another graph of the model than rank 0",
@@ -55,11 +60,6 @@ def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: 
             hints=("build the model alike on all processes", "give the first batch the same shape on all pipelines"),
         )
     return plan
-
-
-def _graph(call: Call, num_microbatches: int) -> OpGraph:
-    """The graph of one micro-batch: what costs and fingerprints are of."""
-    return to_op_graph(call.graph, call.micro_bindings(rows_of(call, num_microbatches)))
 
 
 # -- plans made before -------------------------------------------------------------------------------------------------
@@ -74,24 +74,16 @@ def _stored_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call) -> Pipeli
     return plan
 
 
-def _kept_or_new_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
-    if not plugin.plan_cache:
-        return _new_plan(plugin, mesh, call, device)
-    cache = PlanCache(cache_folder(plugin) / "plans", _question(plugin, mesh, call, device))
-    plan = cache.read(partial(_check, mesh, call, cache.path))
-    if plan is None:
-        plan = _new_plan(plugin, mesh, call, device)
-        cache.write(plan)
-    return plan
-
-
-def _question(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> dict[str, str | int]:
+def _question(
+    plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device, state: TrainingState
+) -> dict[str, str | int]:
     """All that a plan depends on, but for the moment at which costs are measured."""
     return {
-        "graph": _graph(call, 1).fingerprint,  # of the whole batch: the number of micro-batches may be the plan's
+        "graph": graph_of(call, 1).fingerprint,  # of the whole batch: the number of micro-batches may be the plan's
         "rows": call.batch_size,
         "autocast": str(call.autocast),
-        "options": str(_search_options(plugin)),
+        "options": str(search_options(plugin)),
+        "kept": sum(num_bytes for num_bytes, _ in state(_NO_DEVICE).values()),
         "ranks": mesh.pipeline_size,
         "processes": mesh.shape.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -103,7 +95,7 @@ def _question(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torc
 
 def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> None:
     """Raise unless the plan is one for this call's graph and this many ranks, and its order can run."""
-    graph = _graph(call, plan.spec.num_microbatches)
+    graph = graph_of(call, plan.spec.num_microbatches)
     if plan.graph_fingerprint != graph.fingerprint:
         raise PfeifeError(
             id="PF223",
@@ -129,44 +121,6 @@ def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> No
             why=f"no cut is possible at {wrong}" if wrong else "each stage needs an operation",
         )
     lower(plan.schedule, chain_messages(plan.stage_ranks))
-
-
-# -- new plans ---------------------------------------------------------------------------------------------------------
-
-
-def _new_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
-    """The fastest plan over the numbers of micro-batches that may be chosen."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    machine = Machine(devices=(device_spec(device, local_ranks=mesh.world_size),), link=link_spec(backend))
-    profiles: dict[str, OpProfile] = {}
-
-    def plan_for(number: int, budget_s: float) -> PipelinePlan:
-        costs = CostTable(ops=_costs(call, number, device, profiles, budget_s))
-        return make_plan(_graph(call, number), costs, machine, mesh.pipeline_size, number, _search_options(plugin))
-
-    plan = fastest(plan_for, candidates(plugin, call, mesh.pipeline_size), _MEASURING_S)
-    _LOG.info("plan\n%s", describe(plan))
-    return plan
-
-
-def _costs(
-    call: Call, number: int, device: torch.device, profiles: MutableMapping[str, OpProfile], budget_s: float
-) -> tuple[OpCost, ...]:
-    """What each operation costs on one of that many micro-batches; `profiles` are shared between the numbers."""
-    bindings = call.micro_bindings(rows_of(call, number))
-    ops = measurable_ops(call.graph, bindings, device, autocast=call.autocast)
-    return measure(ops, device, budget_s=budget_s, profiles=profiles)
-
-
-def _search_options(plugin: PfeifePlugin) -> SearchOptions:
-    return SearchOptions(
-        num_microbatches=plugin.num_microbatches,
-        schedule=plugin.schedule,
-        num_loops=plugin.num_loops,
-        microbatches_per_loop=plugin.microbatches_per_loop,
-        prefetch_forwards=plugin.prefetch_forwards,
-        split_points=plugin.split_points,
-    )
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pfeife_accelerate
 from pfeife_accelerate.errors import PfeifeError
@@ -19,12 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="show versions, patches and devices, and test two processes")
     doctor.add_argument("--no-self-test", action="store_true", help="do not start processes")
+    _add_profile(commands)
     options = parser.parse_args(arguments)
     try:
         return _run(options)
     except PfeifeError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser("profile", help="measure a script's operations and the links, and write a cost file")
+    profile.add_argument("--out", type=Path, default=Path("cost.json.gz"), help="the cost file (default: %(default)s)")
+    profile.add_argument("--processes", type=int, help="processes to start (default: the configuration's, or 2)")
+    profile.add_argument("--config", type=Path, help="yaml of accelerate launch")
+    profile.add_argument("script", type=Path, help="the training script, stopped at its first training call")
+    profile.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -34,6 +46,16 @@ def _run(options: argparse.Namespace) -> int:
             from pfeife_accelerate.tools.doctor import doctor
 
             return doctor(with_self_test=not options.no_self_test)
+        case "profile":
+            from pfeife_accelerate.tools.profile import profile
+
+            return profile(
+                options.script,
+                options.arguments,
+                out=options.out,
+                config=options.config,
+                num_processes=options.processes,
+            )
         case _:
             raise AssertionError(options.command)
 

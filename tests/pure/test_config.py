@@ -21,6 +21,7 @@ FULL = PfeifePlugin(
     prefetch_forwards=0,
     split_points=("model.layers.4", "model.layers.8"),
     plan_file="plans/a plan.json",
+    profile_file="costs.json.gz",
     cache_dir="measured/here",
     on_capture_failure="error",
     on_loss_mismatch="error",

@@ -1,0 +1,78 @@
+"""A new plan for a model: its operations measured, the machine as it is, and the planner asked.
+
+Models: costs at each size of micro-batch that is tried; parameters with the state that the script's optimizers keep.
+Ignores: other ranks, which get the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+
+from pfeife_accelerate.capture.op_graph import to_op_graph
+from pfeife_accelerate.config import PfeifePlugin
+from pfeife_accelerate.cost.link_profile import LinkProfile
+from pfeife_accelerate.ir import DeviceSpec, OpGraph, PipelinePlan, cost_graph_of
+from pfeife_accelerate.log import get_logger
+from pfeife_accelerate.planner import SearchOptions, cuts_at, make_plan, pipeline_plan
+from pfeife_accelerate.planner.describe import describe
+from pfeife_accelerate.runtime.mesh import PipelineMesh
+from pfeife_accelerate.session.call import Call
+from pfeife_accelerate.session.measuring import machine_here, measured_costs
+from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
+
+__all__ = ["TrainingState", "graph_of", "new_plan", "search_options"]
+
+_LOG = get_logger(__name__)
+_MEASURING_S = 20.0  #: for all sizes of micro-batches together
+
+#: Bytes that training keeps of each parameter on a device, and seconds of its optimizer step.
+TrainingState: TypeAlias = Callable[[DeviceSpec], Mapping[str, tuple[int, float]]]
+
+
+def graph_of(call: Call, num_microbatches: int) -> OpGraph:
+    """The graph of one micro-batch: what costs and fingerprints are of."""
+    return to_op_graph(call.graph, call.micro_bindings(rows_of(call, num_microbatches)))
+
+
+def new_plan(
+    plugin: PfeifePlugin,
+    mesh: PipelineMesh,
+    call: Call,
+    device: torch.device,
+    links: LinkProfile | None,
+    state: TrainingState,
+) -> PipelinePlan:
+    """The fastest plan over the numbers of micro-batches that may be chosen."""
+    machine = machine_here(mesh, device, links)
+    kept = state(machine.device_of(0))
+    options = search_options(plugin)
+
+    def plan_for(number: int, budget_s: float) -> PipelinePlan:
+        ops = graph_of(call, number)
+        costs = measured_costs(plugin, call, rows_of(call, number), device, budget_s=budget_s)
+        fixed = options
+        if options.split_points:
+            loops = options.num_loops or max(1, (len(options.split_points) + 1) // mesh.pipeline_size)
+            fixed = replace(options, cuts=cuts_at(ops, options.split_points, mesh.pipeline_size * loops))
+        planned = make_plan(cost_graph_of(ops, costs, kept), machine, mesh.pipeline_size, number, fixed)
+        return pipeline_plan(planned, ops)
+
+    plan = fastest(plan_for, candidates(plugin, call, mesh.pipeline_size), _MEASURING_S)
+    _LOG.info("plan\n%s", describe(plan))
+    return plan
+
+
+def search_options(plugin: PfeifePlugin) -> SearchOptions:
+    """What the user fixes about the plan."""
+    return SearchOptions(
+        num_microbatches=plugin.num_microbatches,
+        schedule=plugin.schedule,
+        num_loops=plugin.num_loops,
+        microbatches_per_loop=plugin.microbatches_per_loop,
+        prefetch_forwards=plugin.prefetch_forwards,
+        split_points=plugin.split_points,
+    )

@@ -1,0 +1,167 @@
+"""`pfeife profile train.py`: what the script's model costs on this machine, as a table and as a file for `pfeife plan`.
+
+Models: the script itself, started as for training and ended at its first training call, so that model, batch, precision
+and optimizer are the real ones; costs are those of one micro-batch.
+Ignores: what the script does after that call.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from pfeife_accelerate.config import SECTION, PfeifePlugin, export, overlay
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import CostGraph, Machine, read_cost_file
+
+__all__ = ["profile"]
+
+_MOST_KINDS: Final = 12
+_MB: Final = 1e6
+
+
+def profile(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    out: Path,
+    config: Path | None = None,
+    num_processes: int | None = None,
+    console: Console | None = None,
+) -> int:
+    """Run the script until its first training call, write `out` and print what is in it; gives the exit code.
+
+    Raises: PfeifeError PF234 for files that are not there, PF233 if the script ends without a training call.
+    """
+    for path, what in ((script, "script"), (config, "configuration"), (out.absolute().parent, "folder")):
+        if path is not None and not path.exists():
+            raise PfeifeError(id="PF234", what=f"the {what} {path} does not exist", where="pfeife profile")
+    with tempfile.TemporaryDirectory(prefix="pfeife-profile-") as folder:
+        made = Path(folder) / out.name
+        wanted = PfeifePlugin(profile_file=str(made), on_capture_failure="error")
+        export(overlay(wanted, PfeifePlugin.from_environment()))
+        command = _command(script, arguments, config, num_processes, Path(folder))
+        code = subprocess.run(command, check=False).returncode
+        if code != 0:
+            return code
+        if not made.exists():
+            raise PfeifeError(
+                id="PF233",
+                what=f"{script} ended without a training call of a prepared model",
+                where="pfeife profile",
+                why="operations are measured when a model that accelerator.prepare was given is first called with "
+                "gradients enabled",
+                hints=("check that the script trains with these arguments", "prepare the model"),
+            )
+        graph, machine = read_cost_file(made)
+        out.write_bytes(made.read_bytes())
+    console = console or Console()
+    console.print(_kinds(graph))
+    console.print(_facts(graph, machine))
+    console.print(f"written: {out}", soft_wrap=True)
+    return 0
+
+
+def _command(
+    script: Path, arguments: Sequence[str], config: Path | None, num_processes: int | None, folder: Path
+) -> list[str]:
+    """The launcher's command line; without a configuration, as many local processes as there are GPUs, or two."""
+    if config is None:
+        gpus = torch.cuda.device_count()
+        config = folder / "config.yaml"
+        plain: dict[str, Any] = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "MULTI_GPU" if gpus else "MULTI_CPU",
+            "num_machines": 1,
+            "num_processes": num_processes or gpus or 2,
+            "main_process_port": 0,  # any that is free
+            SECTION: {},
+        }
+        config.write_text(yaml.safe_dump(plain), encoding="utf-8")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    if num_processes is not None:
+        launch += ["--num_processes", str(num_processes)]
+    return [*launch, str(script), *arguments]
+
+
+@dataclass
+class _Kind:
+    """What the operations of one name cost together."""
+
+    number: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    saved_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def add(self, other: _Kind) -> None:
+        self.number += other.number
+        self.forward_s += other.forward_s
+        self.backward_s += other.backward_s
+        self.saved_bytes += other.saved_bytes
+
+
+def _kinds(graph: CostGraph) -> Table:
+    """The kinds of operation that take longest, the others together, and all."""
+    kinds: dict[str, _Kind] = {}
+    for node in graph.nodes:
+        one = _Kind(1, node.forward_s, node.backward_s, node.saved_bytes)
+        kinds.setdefault(node.op, _Kind()).add(one)
+    total, others = _Kind(), _Kind()
+    for kind in kinds.values():
+        total.add(kind)
+    ranked = sorted(kinds.items(), key=lambda item: (-item[1].seconds, item[0]))
+    table = Table(title=f"{graph.name}, one micro-batch")
+    table.add_column("operation")
+    for heading in ("number", "forward ms", "backward ms", "share", "kept MB"):
+        table.add_column(heading, justify="right")
+    for name, kind in ranked[:_MOST_KINDS]:
+        _add_row(table, name, kind, total)
+    for _, kind in ranked[_MOST_KINDS:]:
+        others.add(kind)
+    if others.number:
+        _add_row(table, f"{len(ranked) - _MOST_KINDS} others", others, total)
+    table.add_section()
+    _add_row(table, "all", total, total)
+    return table
+
+
+def _add_row(table: Table, name: str, kind: _Kind, total: _Kind) -> None:
+    share = kind.seconds / total.seconds if total.seconds else 0.0
+    table.add_row(
+        name,
+        str(kind.number),
+        f"{kind.forward_s * 1e3:.3f}",
+        f"{kind.backward_s * 1e3:.3f}",
+        f"{share:.0%}",
+        f"{kind.saved_bytes / _MB:.2f}",
+    )
+
+
+def _facts(graph: CostGraph, machine: Machine) -> Table:
+    """The device, the link, and the memory of the whole model."""
+    uses = {use.owner: use for node in graph.nodes for use in node.params}.values()
+    device, link = machine.device_of(0), machine.link
+    table = Table("what", "value", title="Machine and memory")
+    table.add_row("device", device.name)
+    table.add_row("its memory", f"{device.memory_bytes / _MB:,.0f} MB")
+    table.add_row("host time of an action", f"{device.action_s * 1e6:.0f} us")
+    table.add_row("link, each way", f"{link.bytes_per_s / 1e9:.2f} GB/s after {link.latency_s * 1e6:.0f} us")
+    table.add_row("parameters", f"{sum(use.num_bytes for use in uses) / _MB:,.2f} MB")
+    table.add_row("with gradients and optimizer state", f"{sum(use.state_bytes for use in uses) / _MB:,.2f} MB")
+    table.add_row("kept for the backward", f"{sum(node.saved_bytes for node in graph.nodes) / _MB:,.2f} MB")
+    table.add_row("optimizer step", f"{sum(use.optimizer_s for use in uses) * 1e3:.3f} ms")
+    return table
