@@ -1,7 +1,7 @@
 """Which stages compute their activations again, where memory is short.
 
-Models: on each rank that holds too much, the stages that free most for the time they cost, as few as are needed; tried on
-several starts, the fastest that fits wins. Ignores: recomputing parts of a stage.
+Models: on each rank that holds too much, the stages that free most for the time they cost, as few as are needed; tried
+on several starts, the fastest that fits wins. Ignores: recomputing parts of a stage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Better cuts for an order: descent over moves of one cut, of many, and of time from one stage to another.
 
-A slicing's time is the longest of many paths. A move that lengthens the path that is longest now cannot help, whatever it
-does to the others: only moves that shorten it are valued, all of them in one pass over arrays. The best are merged where
-they touch different cuts. At a local optimum the cuts are shaken, by random numbers that are the same in every run.
+A slicing's time is the longest of many paths. A move that lengthens the path that is longest now cannot help, whatever
+it does to the others: only moves that shorten it are valued, all of them in one pass over arrays. The best are merged
+where they touch different cuts. At a local optimum the cuts are shaken, by random numbers that are the same in every
+run.
 
 Models: cuts at the problem's positions. Ignores: other orders, placements, numbers of stages.
 """

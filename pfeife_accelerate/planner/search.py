@@ -1,11 +1,11 @@
 """The search: where to cut and in which order to run, together.
 
-Every family starts on many slicings; the best starts are improved by turns, cuts for the order, order for the cuts; then
-the best of them is shaken until the effort is spent. What is small enough is tried out whole. The plan that comes out is
-lowered to the lists that ranks execute, proved to run, and executed in simulated time: that is its estimate.
+Every family starts on many slicings; the best starts are improved by turns, cuts for the order, order for the cuts;
+then the best of them is shaken until the effort is spent. What is small enough is tried out whole. The plan that comes
+out is lowered to the lists that ranks execute, proved to run, and executed in simulated time: that is its estimate.
 
 Models: effort by a count of work, so that the same question always gets the same answer.
-Ignores: other numbers of micro-batches or ranks: `choose_microbatches` asks again for each.
+Ignores: other numbers of micro-batches or ranks: the search is asked again for each.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How large the stages are to be, before anything is refined.
 
-A rank of a looped pipeline idles at the start until work reaches it, and at the end while the rest drains: each time the
-first stages' time on all ranks before it. Small stages in the first loop make that short, and what the first loop gives
-to do covers the ramp of the next one, so stages may grow by a factor from loop to loop; towards the last loop, where
-forwards turn into backwards, they shrink again where there are no other micro-batches to fill the gap.
+A rank of a looped pipeline idles at the start until work reaches it, and at the end while the rest drains: each time
+the first stages' time on all ranks before it. Small stages in the first loop make that short, and what the first loop
+gives to do covers the ramp of the next one, so stages may grow by a factor from loop to loop; towards the last loop,
+where forwards turn into backwards, they shrink again where there are no other micro-batches to fill the gap.
 
 Models: that profile, (smallest, growth) at both ends, by loop or by stage; equal time; equal memory.
 Ignores: the order, and whether a profile suits it: the search values them all.

@@ -172,8 +172,9 @@ class Slices:
     def input_bytes(self) -> Floats:
         """Bytes that each stage reads from others."""
         column, value, _, reader = self._crossings()
-        key, once = np.unique((column * len(self.problem.graph.values) + value) * len(self.stage_ranks) + reader,
-                              return_index=True)  # fmt: skip
+        num_values, num_stages = len(self.problem.graph.values), len(self.stage_ranks)
+        keys = (column * num_values + value) * num_stages + reader
+        once = _first_of_each(keys, len(self) * num_values * num_stages)
         cell = reader[once] * len(self) + column[once]
         sizes = self.problem.value_bytes[0][value[once]]
         shape = (len(self.stage_ranks), len(self))

@@ -1,7 +1,7 @@
 """The orders and slicings that the search starts from: every family, several numbers of loops, several profiles.
 
-Models: what the user fixes is obeyed; a family that the user names meets all the user's numbers, and refuses those it has
-no use for. Ignores: how good a start is.
+Models: what the user fixes is obeyed; a family that the user names meets all the user's numbers, and refuses those it
+has no use for. Ignores: how good a start is.
 """
 
 from __future__ import annotations

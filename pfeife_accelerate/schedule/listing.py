@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class JobGraph:
                 jobs = [self._job(kind, stage, microbatch) for kind in range(self.num_kinds)]
                 for job in jobs:
                     self.resource[job] = rank
-                for job, later in zip(jobs, jobs[1:], strict=False):
+                for job, later in pairwise(jobs):
                     self._edge(job, later)
         for index in range(len(messages)):
             self._add_message(messages, index)

@@ -96,7 +96,7 @@ class PipelinedModel:
             return self.gate.run(args, kwargs)
         training = wants_gradients or bool(captured.links)
         call = self._new_call(captured, precision)
-        if training and self.session.plugin.profile_file is not None:
+        if training and self.session.plugin.profile_file:
             profile_and_leave(self, call, self.session.plugin.profile_file)
         if self.plan is None:
             self._plan(call)
@@ -139,11 +139,10 @@ class PipelinedModel:
 
     def _plan(self, call: Call) -> None:
         mesh = self.session.mesh
-        state = partial(training_state, self.session.optimizers.known, self.capture.states())
-        plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device, state))
         self.states = self.capture.states()
-        stages_of = stages_of_states(call.graph, plan.cuts)
-        self.placement = Placement(stages_of, plan.stage_ranks, self.states, mesh.rank)
+        kept = partial(training_state, self.session.optimizers.known, self.states)
+        plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device, kept))
+        self.placement = Placement(stages_of_states(call.graph, plan.cuts), plan.stage_ranks, self.states, mesh.rank)
         self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
         self.programs = ProgramCache(plan.schedule, mesh.rank)
         self.gradients = GradientBook(self.placement)

@@ -184,7 +184,8 @@ EDITS = [
 READS = [
     lambda g: g.norm(), lambda g: g.sum().item(), lambda g: torch.isnan(g).any(), lambda g: g.clone(), lambda g: g * 2,
     lambda g: torch.zeros(2, 3).add_(g), lambda g: torch.stack([g]), lambda g: g.tolist(), lambda g: bool(g.any()),
-    lambda g: torch._foreach_norm([torch.ones(1), g]), lambda g: copy.deepcopy(g), lambda g: pickle.loads(pickle.dumps(g)),
+    lambda g: torch._foreach_norm([torch.ones(1), g]), lambda g: copy.deepcopy(g),
+    lambda g: pickle.loads(pickle.dumps(g)),
     lambda g: nn.utils.get_total_norm([torch.ones(1), g]), lambda g: g[0].mul_(2),
 ]  # fmt: skip
 
