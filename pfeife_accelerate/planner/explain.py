@@ -13,9 +13,10 @@ import numpy as np
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.planner.memory import MemoryProfile, RankMemory
+from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.planned import RunnerUp
 from pfeife_accelerate.planner.problem import Problem
-from pfeife_accelerate.planner.starts import Start, specs, starts
+from pfeife_accelerate.planner.starts import Start, loops, specs, starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, validate
 
@@ -79,8 +80,8 @@ def _reason(problem: Problem, start: Start, best_s: float, winner: _Idle) -> str
         "the slowest rank has more to do": idle.imbalance_s - winner.imbalance_s,
     }
     most = max(parts, key=lambda text: parts[text])
-    loops = start.spec.num_loops
-    return f"{lost_s * 1e3:.2f} ms more with {loops} stage{'s' * (loops > 1)} a rank: {most}"
+    number = start.spec.num_loops
+    return f"{lost_s * 1e3:.2f} ms more with {number} stage{'s' * (number > 1)} a rank: {most}"
 
 
 def _memory(problem: Problem, start: Start) -> tuple[RankMemory, ...]:
@@ -99,8 +100,7 @@ def _misfit(problem: Problem, start: Start) -> str:
 
 def nothing_runs(problem: Problem) -> PfeifeError:
     """Every order that the user allows deadlocks: the picture of the first."""
-    loops = problem.options.num_loops or 1
-    schedule = build(next(iter(specs(problem, loops))))
+    schedule = build(next(spec for num_loops in loops(problem) for spec in specs(problem, num_loops)))
     from pfeife_accelerate.schedule import chain_messages, lower
 
     try:
@@ -141,20 +141,26 @@ def _changes(problem: Problem) -> list[str]:
         if _fits(_smaller_microbatches(problem, factor)):
             found.append(f"{number * factor} micro-batches, each {factor} times smaller")
             break
-    most = len(problem.positions) + 1
-    for ranks in sorted({problem.num_ranks + extra for extra in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 56, 120, 248)}):
-        if ranks <= most and _fits(replace(problem, num_ranks=ranks)):
+    most = len(problem.positions) + 1 if problem.options.cuts is None else 0
+    # Of several kinds of device nobody knows which one would be added.
+    more = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 56, 120, 248) if len(problem.machine.devices) == 1 else ()
+    for ranks in (problem.num_ranks + extra for extra in more):
+        if ranks * (problem.options.num_loops or 1) <= most and _fits(replace(problem, num_ranks=ranks)):
             found.append(f"{ranks} processes")
             break
-    return found or ["a device with more memory, or a smaller model: more processes alone do not help"]
+    nothing = "a device with more memory, or a smaller model"
+    return found or [f"{nothing}: more processes alone do not help" if most and more else nothing]
 
 
 def _fits(problem: Problem, *, recompute: bool = False) -> bool:
     from pfeife_accelerate.planner.recompute import with_recomputation
 
-    options = replace(problem.options, effort="quick", schedule="1f1b", num_loops=None, cuts=None, prefetch_forwards=0,
-                      microbatches_per_loop=None)  # fmt: skip
-    quick = replace(problem, options=options)
+    options = problem.options
+    if replace(options, recompute="none", backward="whole") == SearchOptions(memory_fraction=options.memory_fraction):
+        options = replace(
+            options, schedule="1f1b", prefetch_forwards=0
+        )  # what the search tries first, and least memory
+    quick = replace(problem, options=replace(options, effort="quick"))
     begun = starts(quick, Effort(left_s=np.inf))
     if not begun:
         return False

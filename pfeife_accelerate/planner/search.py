@@ -31,7 +31,7 @@ from pfeife_accelerate.planner.refine import Refined, refine, shake
 from pfeife_accelerate.planner.reorder import reorder
 from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
-from pfeife_accelerate.planner.starts import Start, starting_cuts, starts
+from pfeife_accelerate.planner.starts import Start, rounded, starting_cuts, starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, lower
 from pfeife_accelerate.schedule.order import order_of, schedule_of
@@ -48,6 +48,7 @@ _SHAKES = 400
 _REORDER_EVERY = 12
 _EXHAUSTIVE = 60_000  # slicings times orders that are tried out rather than searched
 _EXHAUSTIVE_OPERATIONS = 24
+_LOOKED_AT_ALONE = 4  # of those, for each order: see `Valuation.value`
 
 
 def make_plan(
@@ -74,6 +75,7 @@ def make_plan(
     if not begun:
         raise nothing_runs(problem)
     best = _improved(problem, begun, effort) if problem.options.effort == "full" else begun[0]
+    best = replace(best, value=Valuation(problem, best.order, effort).exact(best.cuts))
     recompute: tuple[int, ...] = ()
     if best.value >= MISFIT_S and problem.options.recompute == "auto":
         best, recompute = with_recomputation(problem, [best, *begun])
@@ -98,11 +100,11 @@ def _improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     """The best that can be made of the starts."""
     if problem.options.cuts is not None:
         finished = [_reordered(problem, start, effort) for start in begun[:_BEAM]]
-        return min(finished, key=lambda start: start.value)
+        return min(finished, key=_value)
     if _is_small(problem, begun):
-        return _reordered(problem, min(_all_slicings(problem, begun), key=lambda start: start.value), effort)
+        return _reordered(problem, min(_all_slicings(problem, begun), key=_value), effort)
     chosen = [_on_all_profiles(problem, start, effort) for start in _varied(begun, _FINE)]
-    chosen.sort(key=lambda start: start.value)
+    chosen.sort(key=_value)
     # The chosen ones get some rounds each, the better half of them more, until one is left to be shaken. What is large
     # leaves time for the most promising of them alone.
     rounds = _FIRST_ROUNDS
@@ -112,9 +114,9 @@ def _improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
         for start in chosen:
             if len(turned) < 2 or effort.left_s > least_s:
                 turned.append(_by_turns(problem, start, effort, rounds))
-        chosen = sorted(turned, key=lambda start: start.value)[: len(turned) // 2]
+        chosen = sorted(turned, key=_value)[: len(turned) // 2]
         rounds *= 4
-    return _shaken(problem, min(chosen, key=lambda start: start.value), effort)
+    return _shaken(problem, min(chosen, key=_value), effort)
 
 
 def _varied(begun: list[Start], number: int) -> list[Start]:
@@ -191,6 +193,10 @@ def _shaken(problem: Problem, start: Start, effort: Effort) -> Start:
     return current
 
 
+def _value(start: Start) -> float:
+    return rounded(start.value)
+
+
 def _is_small(problem: Problem, begun: list[Start]) -> bool:
     operations = len(problem.positions)
     if operations > _EXHAUSTIVE_OPERATIONS:
@@ -205,9 +211,9 @@ def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
     for start in begun:
         chosen = list(combinations(problem.positions.tolist(), start.order.num_stages - 1))
         cuts = np.asarray(chosen, dtype=np.int64).reshape(len(chosen), -1)
-        values = Valuation(problem, start.order, unlimited).values(cuts)
-        best = int(values.argmin())
-        yield replace(start, cuts=cuts[best], value=float(values[best]))
+        valuation = Valuation(problem, start.order, unlimited)
+        nearest = cuts[np.argsort(valuation.values(cuts), kind="stable")[:_LOOKED_AT_ALONE]]
+        yield min((replace(start, cuts=c, value=valuation.exact(c)) for c in (start.cuts, *nearest)), key=_value)
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule.families import numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
-__all__ = ["Start", "family_name", "specs", "starting_cuts", "starts"]
+__all__ = ["Start", "family_name", "rounded", "specs", "starting_cuts", "starts"]
 
 _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
@@ -57,7 +58,7 @@ def loops(problem: Problem) -> tuple[int, ...]:
     options, ranks = problem.options, problem.num_ranks
     most = len(problem.positions) + 1
     if options.cuts is not None:
-        return (max(1, (len(options.cuts) + 1) // ranks),)
+        return (_loops_of_cuts(problem, options.cuts),)
     if options.num_loops is not None:
         if options.num_loops * ranks > most:
             raise _too_few_cuts(problem, options.num_loops * ranks)
@@ -70,6 +71,22 @@ def loops(problem: Problem) -> tuple[int, ...]:
     if family is ScheduleFamily.ZB_V:
         return (2,)
     return tuple(v for v in _LOOPS if v == 1 or (v * ranks <= most and _is_looked_at(problem, v)))
+
+
+def _loops_of_cuts(problem: Problem, cuts: tuple[int, ...]) -> int:
+    legal, wanted = set(problem.graph.legal_cuts), problem.options.num_loops
+    num_loops, rest = divmod(len(cuts) + 1, problem.num_ranks)
+    wrong = [cut for cut in cuts if cut not in legal]
+    problems = (
+        (bool(wrong), f"no cut is legal at {wrong}"),
+        (any(cut >= later for cut, later in pairwise(cuts)), "each cut comes after the one before it"),
+        (bool(rest), f"{len(cuts) + 1} stages are no multiple of {problem.num_ranks} ranks"),
+        (wanted not in (None, num_loops), f"{len(cuts) + 1} stages are {num_loops} a rank, not num_loops={wanted}"),
+    )
+    for is_wrong, why in problems:
+        if is_wrong:
+            raise PfeifeError(id="PF308", what=f"impossible cuts {list(cuts)}", why=why)
+    return num_loops
 
 
 def _is_looked_at(problem: Problem, num_loops: int) -> bool:
@@ -147,11 +164,12 @@ def starting_cuts(problem: Problem, num_loops: int, *, fine: bool) -> Ints:
 
 
 def starts(problem: Problem, effort: Effort) -> list[Start]:
-    """Every order on the best of the starting cuts, the best first.
+    """Every order on the best of the starting cuts, the best first; of equally fast ones those with less memory.
 
     Less prefetch than there can be is looked at where that does not fit, and with one stage a rank.
     """
     found: list[Start] = []
+    peaks: list[float] = []
     for num_loops in loops(problem):
         if found and effort.is_spent:
             break
@@ -170,11 +188,18 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
                 ]
             valuation = Valuation(problem, order, effort)
             best = int(np.concatenate([valuation.value(slices) for slices in placements[ranks]]).argmin())
-            value = float(valuation.values(cuts[best][None])[0])
+            value = valuation.exact(cuts[best])
             found.append(Start(spec=spec, order=order, cuts=cuts[best], value=value))
+            peaks.append(float(valuation.memory.peaks(valuation.slices(cuts[best][None])).max()))
             if is_looped and value < MISFIT_S:
                 fitting.add(spec.microbatches_per_loop)
-    return sorted((start for start in found if np.isfinite(start.value)), key=lambda start: start.value)
+    ranking = sorted(zip(found, peaks, strict=True), key=lambda pair: (rounded(pair[0].value), pair[1]))
+    return [start for start, _ in ranking if np.isfinite(start.value)]
+
+
+def rounded(value: float) -> float:
+    """Without the last digits, in which sums of the same times in another order differ."""
+    return float(f"{value:.9g}")
 
 
 def _order(problem: Problem, spec: ScheduleSpec) -> Order:
