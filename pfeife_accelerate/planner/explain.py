@@ -13,7 +13,6 @@ import numpy as np
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.planner.memory import MemoryProfile, RankMemory
-from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.planned import RunnerUp
 from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.starts import Start, loops, specs, starts
@@ -156,15 +155,17 @@ def _fits(problem: Problem, *, recompute: bool = False) -> bool:
     from pfeife_accelerate.planner.recompute import with_recomputation
 
     options = problem.options
-    if replace(options, recompute="none", backward="whole") == SearchOptions(memory_fraction=options.memory_fraction):
-        options = replace(
-            options, schedule="1f1b", prefetch_forwards=0
-        )  # what the search tries first, and least memory
+    wishes = (
+        options.family, options.num_loops, options.microbatches_per_loop, options.prefetch_forwards, options.cuts,
+    )  # fmt: skip
+    if all(wish is None for wish in wishes):
+        # Of all that the search would try this needs about the least memory.
+        options = replace(options, schedule="1f1b", prefetch_forwards=0)
     quick = replace(problem, options=replace(options, effort="quick"))
     begun = starts(quick, Effort(left_s=np.inf))
     if not begun:
         return False
-    start = with_recomputation(quick, begun)[0] if recompute else begun[0]
+    start = with_recomputation(quick, begun)[0] if recompute or options.recompute == "auto" else begun[0]
     return start.value < MISFIT_S
 
 
