@@ -69,8 +69,8 @@ def lower_bound(problem: Problem) -> LowerBound:
     node = node + (optimizer if problem.is_split else np.maximum(tails, optimizer))
     bounds = {
         BoundKind.WORK: (work + max(sum(owners.values()), after)) / ranks,
-        BoundKind.NODE: float(node.max(initial=0.0)),
         BoundKind.PATH: float((heads + forward + chain + tails).max(initial=0.0)),
+        BoundKind.NODE: float(node.max(initial=0.0)),
     }
     kind = max(bounds, key=lambda kind: bounds[kind])
     return LowerBound(seconds=bounds[kind], kind=kind)
