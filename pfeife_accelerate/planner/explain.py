@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import ScheduleFamily
 from pfeife_accelerate.planner.memory import MemoryProfile, RankMemory
 from pfeife_accelerate.planner.planned import RunnerUp
 from pfeife_accelerate.planner.problem import Problem
@@ -22,6 +23,7 @@ from pfeife_accelerate.schedule import build, validate
 __all__ = ["does_not_fit", "nothing_runs", "runners_up"]
 
 _GIB = 2.0**30
+_EQUAL = 1e-9  # relative: times are sums of the same numbers in another order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,10 @@ def _idle(problem: Problem, start: Start, recompute: Sequence[int] = ()) -> _Idl
 
 def _reason(problem: Problem, start: Start, best_s: float, winner: _Idle) -> str:
     lost_s = start.value - best_s
+    number = start.spec.num_loops
+    stages = f"with {number} stage{'s' * (number > 1)} a rank"
+    if lost_s <= _EQUAL * best_s:
+        return f"as fast, {stages}"
     idle = _idle(problem, start)
     parts = {
         "ranks wait longer at the start and the end": idle.ramps_s - winner.ramps_s,
@@ -79,8 +85,7 @@ def _reason(problem: Problem, start: Start, best_s: float, winner: _Idle) -> str
         "the slowest rank has more to do": idle.imbalance_s - winner.imbalance_s,
     }
     most = max(parts, key=lambda text: parts[text])
-    number = start.spec.num_loops
-    return f"{lost_s * 1e3:.2f} ms more with {number} stage{'s' * (number > 1)} a rank: {most}"
+    return f"{lost_s * 1e3:.2f} ms more {stages}: {most}"
 
 
 def _memory(problem: Problem, start: Start) -> tuple[RankMemory, ...]:
@@ -141,10 +146,11 @@ def _changes(problem: Problem) -> list[str]:
             found.append(f"{number * factor} micro-batches, each {factor} times smaller")
             break
     most = len(problem.positions) + 1 if problem.options.cuts is None else 0
+    least_loops = 2 if problem.options.family is ScheduleFamily.ZB_V else 1
     # Of several kinds of device nobody knows which one would be added.
     more = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 56, 120, 248) if len(problem.machine.devices) == 1 else ()
     for ranks in (problem.num_ranks + extra for extra in more):
-        if ranks * (problem.options.num_loops or 1) <= most and _fits(replace(problem, num_ranks=ranks)):
+        if ranks * (problem.options.num_loops or least_loops) <= most and _fits(replace(problem, num_ranks=ranks)):
             found.append(f"{ranks} processes")
             break
     nothing = "a device with more memory, or a smaller model"

@@ -69,6 +69,8 @@ def loops(problem: Problem) -> tuple[int, ...]:
     if family in (ScheduleFamily.ONE_F_ONE_B, ScheduleFamily.ZB_H1) or ranks == 1:
         return (1,)
     if family is ScheduleFamily.ZB_V:
+        if 2 * ranks > most:
+            raise _too_few_cuts(problem, 2 * ranks)
         return (2,)
     return tuple(v for v in _LOOPS if v == 1 or (v * ranks <= most and _is_looked_at(problem, v)))
 
