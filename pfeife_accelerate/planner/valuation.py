@@ -21,7 +21,8 @@ from pfeife_accelerate.schedule.order import Order
 
 __all__ = ["MISFIT_S", "Effort", "Valuation"]
 
-#: What does not fit is worth this many seconds, and one more for each byte too many.
+#: What does not fit is worth this many seconds, and one more for each byte too many; those of the worst rank count
+#: twice, so that of two slicings that lack as much the more even one is nearer.
 MISFIT_S = 1e9
 _MOST_SPARE = 2.0  # messages of an event graph for each that a slicing has; beyond it is made anew
 _BATCH_CELLS = 4_000_000  # nodes times slicings in one pass: more would leave the caches without being faster
@@ -98,7 +99,8 @@ class Valuation:
             4e-6 * graph.num_levels + len(slices) * (6e-9 * graph.num_nodes + 4e-8 * len(self.problem.graph.nodes))
         )
         seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s)
-        excess = np.maximum(self.memory.peaks(slices) - self.problem.limits[:, None], 0).sum(axis=0)
+        lacking = np.maximum(self.memory.peaks(slices) - self.problem.limits[:, None], 0)
+        excess = lacking.sum(axis=0) + lacking.max(axis=0)
         return np.where(excess > 0, MISFIT_S + excess, seconds)
 
 
