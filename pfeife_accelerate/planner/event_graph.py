@@ -2,8 +2,10 @@
 
 Models: an order fixes what each job waits for: the job before it on its rank, the messages it reads; and a message
 waits for the job that makes it and the message before it on its directed link. The times are longest paths in this
-graph, so all slicings that share an order are one pass over arrays, level by level.
-Ignores: memory, and how the order was found.
+graph, so all slicings that share an order are one pass over arrays, level by level. What one of them does not send or
+read, it does not wait for.
+Ignores: memory, and how the order was found; where slicings differ in which stage reads a message last on a rank, its
+gradient has the place on its link that it has for all of them together.
 
 Legend: jobs are numbered as in `schedule.order`; nodes are the jobs, then each message for each micro-batch, then its
 way back.
@@ -30,7 +32,9 @@ class EventGraph:
         """Build it; `runs` tells whether the order can run at all."""
         self.order = order
         self.messages = tuple(messages)
-        self._edges: list[tuple[Ints, Ints]] = []
+        self._edges: list[tuple[Ints, Ints, int]] = []
+        #: (message, consumer or -1 for the message as a whole, whether its gradient): what some edges depend on
+        self.conditions: list[tuple[int, int, bool]] = []
         self.num_kinds, self.num_jobs = order.num_kinds, order.num_jobs
         self.num_nodes = self.num_jobs + 2 * len(self.messages) * order.num_microbatches
         self._position = np.full(self.num_jobs, -1, dtype=np.int64)
@@ -48,8 +52,13 @@ class EventGraph:
         number = self.order.num_microbatches
         return np.arange(number) + (kind * self.order.num_stages + stage) * number
 
-    def _edge(self, before: Ints, after: Ints) -> None:
-        self._edges.append((before, after))
+    def _edge(self, before: Ints, after: Ints, condition: int = 0) -> None:
+        self._edges.append((before, after, condition))
+
+    def _condition(self, message: int, consumer: int, is_gradient: bool) -> int:
+        """Its number; 0 is that of edges without."""
+        self.conditions.append((message, consumer, is_gradient))
+        return len(self.conditions)
 
     def _local_edges(self) -> None:
         """What a rank's own order must respect; it does in an order that runs, and is a cycle in one that does not."""
@@ -76,12 +85,14 @@ class EventGraph:
                     candidates = np.stack([self._job(1, consumer) for consumer in message.consumer_stages])
                     last = self._position[candidates].argmax(axis=0)
                     sender = candidates[last, np.arange(number)]
-                    self._edge(node, self._job(1, message.producer_stage))
+                    for consumer in message.consumer_stages:
+                        self._edge(self._job(1, consumer), node, self._condition(index, consumer, True))
+                    self._edge(node, self._job(1, message.producer_stage), self._condition(index, -1, True))
                 else:
                     sender = self._job(0, message.producer_stage)
+                    self._edge(sender, node, self._condition(index, -1, False))
                     for consumer in message.consumer_stages:
-                        self._edge(node, self._job(0, consumer))
-                self._edge(sender, node)
+                        self._edge(node, self._job(0, consumer), self._condition(index, consumer, False))
                 pair = (message.consumer_rank, source) if is_gradient else (source, message.consumer_rank)
                 nodes.append(node)
                 senders.append(self._position[sender])
@@ -95,10 +106,11 @@ class EventGraph:
 
     def _sort(self, num_needed: int) -> bool:
         """Give each node its level, wave by wave; False where a cycle leaves some without."""
-        needed = [pair[0] for pair in self._edges[:num_needed]], [pair[1] for pair in self._edges[:num_needed]]
-        before = np.concatenate([pair[0] for pair in self._edges])
-        after = np.concatenate([pair[1] for pair in self._edges])
-        self._edges = []
+        edges, self._edges = self._edges, []
+        before = np.concatenate([edge[0] for edge in edges])
+        after = np.concatenate([edge[1] for edge in edges])
+        lengths = [len(edge[0]) for edge in edges[:num_needed]]
+        condition = np.repeat([edge[2] for edge in edges[:num_needed]], lengths)
         missing = np.bincount(after, minlength=self.num_nodes)
         by_source = np.argsort(before, kind="stable")
         targets = after[by_source]
@@ -123,10 +135,10 @@ class EventGraph:
             wave = done[mark[done] == np.arange(len(done))]
         if sum(map(len, waves)) < present.sum():
             return False
-        self._number(waves, np.concatenate(needed[0]), np.concatenate(needed[1]))
+        self._number(waves, before[: len(condition)], after[: len(condition)], condition)
         return True
 
-    def _number(self, waves: list[Ints], before: Ints, after: Ints) -> None:
+    def _number(self, waves: list[Ints], before: Ints, after: Ints, condition: Ints) -> None:
         """Nodes by level from 1 on; 0 is the start of time, before those that wait for nothing."""
         sequence = np.concatenate(waves)
         number = np.zeros(self.num_nodes, dtype=np.int64)
@@ -135,6 +147,7 @@ class EventGraph:
         after = np.concatenate((number[after], number[waves[0]]))
         line = np.argsort(after, kind="stable")
         self._before = before[line]
+        self._depends_on = np.concatenate((condition, np.zeros(len(waves[0]), dtype=np.int64)))[line]
         self._first = np.searchsorted(after[line], np.arange(1, len(sequence) + 2))
         self._row = np.concatenate(([0], sequence // self.order.num_microbatches))
         self._sequence = sequence
@@ -142,13 +155,14 @@ class EventGraph:
         bounds = np.cumsum([0, *map(len, waves)]).tolist()
         self._levels = [self._level(first, last) for first, last in pairwise(bounds)]
 
-    def _level(self, first: int, last: int) -> tuple[int, int, list[tuple[Ints | None, Ints]]]:
+    def _level(self, first: int, last: int) -> tuple[int, int, list[tuple[Ints | None, Ints, Ints]]]:
         """Range of nodes, and what they wait for: all for the first, then those that wait for more for the next."""
         start, count = self._first[first:last], np.diff(self._first[first : last + 1])
-        waits: list[tuple[Ints | None, Ints]] = [(None, self._before[start])]
+        waits: list[tuple[Ints | None, Ints, Ints]] = [(None, self._before[start], self._depends_on[start])]
         for number in range(1, int(count.max())):
             some = np.flatnonzero(count > number)
-            waits.append((None if len(some) == last - first else some, self._before[start[some] + number]))
+            edge = start[some] + number
+            waits.append((None if len(some) == last - first else some, self._before[edge], self._depends_on[edge]))
         return first + 1, last + 1, waits
 
     @property
@@ -162,30 +176,41 @@ class EventGraph:
         ends[self._sequence] = self.times(durations[:, :1])[1:, 0]
         return ends
 
-    def times(self, durations: Floats) -> Floats:
-        """End of every node for every slicing, row 0 the start; `durations` has a column for each slicing."""
+    def times(self, durations: Floats, holds: Floats | None = None) -> Floats:
+        """End of every node for every slicing, row 0 the start; `durations` has a column for each slicing.
+
+        `holds` is 1 where a condition (its number is the row) holds for a slicing, else 0; without it, all hold.
+        """
         ends = np.zeros((len(self._row), durations.shape[1]))
         for first, last, waits in self._levels:
             ready = ends[waits[0][1]]
-            for some, before in waits[1:]:
+            if holds is not None:
+                ready *= holds[waits[0][2]]
+            for some, before, condition in waits[1:]:
+                other = ends[before]
+                if holds is not None:
+                    other *= holds[condition]
                 if some is None:
-                    np.maximum(ready, ends[before], out=ready)
+                    np.maximum(ready, other, out=ready)
                 else:
-                    ready[some] = np.maximum(ready[some], ends[before])
+                    ready[some] = np.maximum(ready[some], other)
             np.add(ready, durations[self._row[first:last]], out=ends[first:last])
         return ends
 
-    def makespans(self, durations: Floats, optimizer_s: Floats) -> Floats:
+    def makespans(self, durations: Floats, optimizer_s: Floats, holds: Floats | None = None) -> Floats:
         """Seconds of the step for every slicing; `optimizer_s` has a row for each rank."""
-        return (self.times(durations)[self._last_jobs] + optimizer_s).max(axis=0)
+        return (self.times(durations, holds)[self._last_jobs] + optimizer_s).max(axis=0)
 
-    def critical_rows(self, durations: Floats, optimizer_s: Floats) -> Floats:
+    def critical_rows(self, durations: Floats, optimizer_s: Floats, holds: Floats | None = None) -> Floats:
         """How often each row of costs is on a longest path of the first slicing."""
-        ends = self.times(durations[:, :1])[:, 0]
+        holds = None if holds is None else holds[:, :1]
+        ends = self.times(durations[:, :1], holds)[:, 0]
         node = int(self._last_jobs[(ends[self._last_jobs] + optimizer_s[:, 0]).argmax()])
         counts = np.zeros(len(durations))
         while node:
             counts[self._row[node]] += 1
-            waited = self._before[self._first[node - 1] : self._first[node]]
-            node = int(waited[ends[waited].argmax()])
+            edges = slice(self._first[node - 1], self._first[node])
+            waited = self._before[edges]
+            until = ends[waited] if holds is None else ends[waited] * holds[self._depends_on[edges], 0]
+            node = int(waited[until.argmax()])
         return counts

@@ -89,7 +89,8 @@ def _path_weights(valuation: Valuation, index: Ints) -> tuple[Floats, Floats, Fl
     """How often each stage's forward, input and weight gradient are on the longest path."""
     slices = valuation.slices(valuation.problem.positions[index][None])
     graph = valuation.graph(slices.messages)
-    rows = graph.critical_rows(slices.durations_for(graph.messages), slices.optimizer_s)
+    holds = slices.holds(graph.messages, graph.conditions)
+    rows = graph.critical_rows(slices.durations_for(graph.messages), slices.optimizer_s, holds)
     stages = valuation.order.num_stages
     forward, first = rows[:stages], rows[stages : 2 * stages]
     return forward, first, rows[2 * stages : 3 * stages] if valuation.order.is_split else first

@@ -101,6 +101,30 @@ class Slices:
         table[jobs + others + rows] = self.durations[jobs + own :]
         return table
 
+    def holds(self, messages: Messages, conditions: Sequence[tuple[int, int, bool]]) -> Floats | None:
+        """Which conditions of an event graph with these messages hold for each slicing; None where that says nothing.
+
+        It says nothing of slicings whose stages all hand something on to the next one and get a gradient for it: each
+        stage waits for all before it anyway.
+        """
+        if self._traffic[4] or (len(self) == 1 and messages == self.messages):
+            return None
+        own = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(self.messages)}
+        is_sent = np.zeros((2, len(messages), len(self)), dtype=np.bool_)
+        for index, message in enumerate(messages):
+            row = own.get((message.producer_stage, message.consumer_rank))
+            if row is not None:
+                is_sent[0, index], is_sent[1, index] = self._traffic[3][row], self._traffic[2][row] > 0
+        stages = len(self.stage_ranks)
+        column, _, producer, reader = self._crossings()
+        reads = np.zeros((stages, stages, len(self)), dtype=np.bool_)
+        reads[producer, reader, column] = True
+        table = np.ones((len(conditions) + 1, len(self)))
+        for number, (index, consumer, is_gradient) in enumerate(conditions, start=1):
+            row = is_sent[int(is_gradient), index]
+            table[number] = row if consumer < 0 else row & reads[messages[index].producer_stage, consumer]
+        return table
+
     # -- messages ----------------------------------------------------------------------------------------------------
 
     @property
@@ -114,7 +138,8 @@ class Slices:
         return self._traffic[1], self._traffic[2]
 
     @cached_property
-    def _traffic(self) -> tuple[Messages, Floats, Floats, Floats]:
+    def _traffic(self) -> tuple[Messages, Floats, Floats, Floats, bool]:
+        """Messages; their bytes, there and back; whether a slicing has them; whether stages form a chain in each."""
         column, value, producer, reader = self._crossings()
         if self.nearest_only:
             near = reader == producer + 1
@@ -150,7 +175,10 @@ class Slices:
             )
             for pair, stages, grad in zip(pairs.tolist(), consumers, back.any(axis=1).tolist(), strict=True)
         )
-        return found, there, back, total(None) > 0
+        near = (reader == producer + 1) & (gradient[value] > 0)
+        is_linked = np.zeros((max(num_stages - 1, 0), num_slicings), dtype=np.bool_)
+        is_linked[producer[near], column[near]] = True
+        return found, there, back, total(None) > 0, bool(is_linked.all())
 
     def _links(self, messages: Messages) -> tuple[Floats, Floats]:
         ranks = self.stage_ranks.tolist()

@@ -80,7 +80,7 @@ class Valuation:
         return np.concatenate(found) if found else np.empty(0)
 
     def exact(self, cuts: Ints) -> float:
-        """The value of one slicing by its own messages alone: a stage waits for nothing that others of a batch send."""
+        """The value of one slicing by its own messages alone."""
         slices = self.slices(cuts[None])
         known = self.graph(slices.messages).messages
         alone = self if known == slices.messages else Valuation(self.problem, self.order, self.effort, self.recompute)
@@ -89,8 +89,8 @@ class Valuation:
     def value(self, slices: Slices) -> Floats:
         """The value of each slicing; infinite where the order cannot run.
 
-        In a batch a slicing also waits for what it reads only in others, where that is sent in no time: never less
-        than its `exact` value, and more only where a stage does not depend on all stages before it.
+        Where slicings of a batch differ in what they send, it may be more than `exact` by what a message waits on its
+        link for another's place.
         """
         graph = self.graph(slices.messages)
         if not graph.runs:
@@ -98,7 +98,8 @@ class Valuation:
         self.effort.spend(
             4e-6 * graph.num_levels + len(slices) * (6e-9 * graph.num_nodes + 4e-8 * len(self.problem.graph.nodes))
         )
-        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s)
+        holds = slices.holds(graph.messages, graph.conditions)
+        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s, holds)
         lacking = np.maximum(self.memory.peaks(slices) - self.problem.limits[:, None], 0)
         excess = lacking.sum(axis=0) + lacking.max(axis=0)
         return np.where(excess > 0, MISFIT_S + excess, seconds)
