@@ -49,7 +49,7 @@ class EventGraph:
         return np.arange(number) + (kind * self.order.num_stages + stage) * number
 
     def _edge(self, before: Ints, after: Ints) -> None:
-        self._edges.append((before, after))
+        self._edges.append((before.ravel(), after.ravel()))
 
     def _local_edges(self) -> None:
         """What a rank's own order must respect; it does in an order that runs, and is a cycle in one that does not."""
@@ -64,34 +64,45 @@ class EventGraph:
                         self._edge(self._job(1, consumer), self._job(1, message.producer_stage))
 
     def _transfers(self) -> None:
-        ranks, number = self.order.stage_ranks, self.order.num_microbatches
-        nodes, links, senders, ties = [], [], [], []
-        for index, message in enumerate(self.messages):
-            source = ranks[message.producer_stage]
-            if source == message.consumer_rank:
-                continue
-            for is_gradient in (False, True) if message.has_grad else (False,):
-                node = self.num_jobs + (index + is_gradient * len(self.messages)) * number + np.arange(number)
-                if is_gradient:
-                    candidates = np.stack([self._job(1, consumer) for consumer in message.consumer_stages])
-                    last = self._position[candidates].argmax(axis=0)
-                    sender = candidates[last, np.arange(number)]
-                    self._edge(node, self._job(1, message.producer_stage))
-                else:
-                    sender = self._job(0, message.producer_stage)
-                    for consumer in message.consumer_stages:
-                        self._edge(node, self._job(0, consumer))
-                self._edge(sender, node)
-                pair = (message.consumer_rank, source) if is_gradient else (source, message.consumer_rank)
-                nodes.append(node)
-                senders.append(self._position[sender])
-                links.append(np.full(number, pair[0] * len(self.order.jobs) + pair[1]))
-                ties.append(np.full(number, -index if is_gradient else index))
-        if nodes:
-            node, link = np.concatenate(nodes), np.concatenate(links)
-            line = np.lexsort((np.concatenate(ties), np.concatenate(senders), link))
-            same = link[line][1:] == link[line][:-1]
-            self._edge(node[line][:-1][same], node[line][1:][same])
+        """Messages as nodes: each behind its sender, before its readers, in line on its directed link."""
+        ranks, number, count = self.order.stage_ranks, self.order.num_microbatches, len(self.messages)
+        remote = [i for i, m in enumerate(self.messages) if ranks[m.producer_stage] != m.consumer_rank]
+        if not remote:
+            return
+        index = np.asarray(remote)
+        producer = np.asarray([self.messages[i].producer_stage for i in remote])
+        source = np.asarray([ranks[stage] for stage in producer])
+        target = np.asarray([self.messages[i].consumer_rank for i in remote])
+        has_grad = np.asarray([self.messages[i].has_grad for i in remote])
+        sides = [(at, stage) for at, i in enumerate(remote) for stage in self.messages[i].consumer_stages]
+        message, consumer = np.asarray(sides).T
+        microbatch = np.arange(number)
+        sent, back = self.num_jobs + index * number, self.num_jobs + (index + count) * number
+
+        def each(first: Ints) -> Ints:
+            return first[:, None] + microbatch
+
+        stages = self.order.num_stages
+        self._edge(each(producer * number), each(sent))
+        self._edge(each(sent[message]), each(consumer * number))
+        # A gradient leaves behind the last backward, in its rank's order, of those that add to it.
+        backward = each((stages + consumer) * number)
+        last = np.maximum.reduceat(self._position[backward], np.searchsorted(message, np.arange(len(remote))), axis=0)
+        giver = np.concatenate([self.order.jobs[rank][at] for rank, at in zip(target, last, strict=True)])
+        giver = giver.reshape(last.shape)[has_grad]
+        self._edge(giver, each(back[has_grad]))
+        self._edge(each(back[has_grad]), each((stages + producer[has_grad]) * number))
+        link = np.concatenate(
+            (source * len(self.order.jobs) + target, (target * len(self.order.jobs) + source)[has_grad])
+        )
+        place = np.concatenate((self._position[each(producer * number)], last[has_grad]))
+        tie = np.concatenate((index, -index[has_grad]))
+        node = np.concatenate((each(sent), each(back[has_grad])))
+        links, ties = np.broadcast_to(link[:, None], node.shape), np.broadcast_to(tie[:, None], node.shape)
+        line = np.lexsort((ties.ravel(), place.ravel(), links.ravel()))
+        node, links = node.ravel()[line], links.ravel()[line]
+        same = links[1:] == links[:-1]
+        self._edge(node[:-1][same], node[1:][same])
 
     def _sort(self, num_needed: int) -> bool:
         """Give each node its level, wave by wave; False where a cycle leaves some without."""
@@ -139,17 +150,14 @@ class EventGraph:
         self._row = np.concatenate(([0], sequence // self.order.num_microbatches))
         self._sequence = sequence
         self._last_jobs = np.asarray([number[jobs[-1]] for jobs in self.order.jobs])
-        bounds = np.cumsum([0, *map(len, waves)]).tolist()
-        self._levels = [self._level(first, last) for first, last in pairwise(bounds)]
-
-    def _level(self, first: int, last: int) -> tuple[int, int, list[tuple[Ints | None, Ints]]]:
-        """Range of nodes, and what they wait for: all for the first, then those that wait for more for the next."""
-        start, count = self._first[first:last], np.diff(self._first[first : last + 1])
-        waits: list[tuple[Ints | None, Ints]] = [(None, self._before[start])]
-        for number in range(1, int(count.max())):
-            some = np.flatnonzero(count > number)
-            waits.append((None if len(some) == last - first else some, self._before[start[some] + number]))
-        return first + 1, last + 1, waits
+        count = np.diff(self._first)
+        bounds = np.cumsum([0, *map(len, waves)])
+        self._levels = list(pairwise(bounds.tolist()))
+        # What nodes wait for, by turns: all for the first thing, then those that wait for more for the next.
+        self._turns: list[tuple[Ints, Ints, list[int]]] = []
+        for turn in range(int(count.max())):
+            some = np.flatnonzero(count > turn)
+            self._turns.append((some, self._before[self._first[some] + turn], np.searchsorted(some, bounds).tolist()))
 
     @property
     def num_levels(self) -> int:
@@ -165,14 +173,18 @@ class EventGraph:
     def times(self, durations: Floats) -> Floats:
         """End of every node for every slicing, row 0 the start; `durations` has a column for each slicing."""
         ends = np.zeros((len(self._row), durations.shape[1]))
-        for first, last, waits in self._levels:
-            ready = ends[waits[0][1]]
-            for some, before in waits[1:]:
-                if some is None:
-                    np.maximum(ready, ends[before], out=ready)
-                else:
-                    ready[some] = np.maximum(ready[some], ends[before])
-            np.add(ready, durations[self._row[first:last]], out=ends[first:last])
+        turns = self._turns[1:]
+        first_before = self._turns[0][1]
+        for level, (first, last) in enumerate(self._levels):
+            ready = ends[first_before[first:last]]
+            for some, before, bounds in turns:
+                low, high = bounds[level], bounds[level + 1]
+                if high - low == last - first:
+                    np.maximum(ready, ends[before[low:high]], out=ready)
+                elif low < high:
+                    nodes = some[low:high] - first
+                    ready[nodes] = np.maximum(ready[nodes], ends[before[low:high]])
+            np.add(ready, durations[self._row[first + 1 : last + 1]], out=ends[first + 1 : last + 1])
         return ends
 
     def makespans(self, durations: Floats, optimizer_s: Floats) -> Floats:

@@ -69,6 +69,7 @@ def shake(valuation: Valuation, best: Refined, generator: np.random.Generator, *
 
 def _round(valuation: Valuation, index: Ints, value: float) -> tuple[Ints, float] | None:
     """One round of moves from `index`; None where none helps."""
+    before = value
     positions = valuation.problem.positions
     weights = _path_weights(valuation, index) if value < MISFIT_S else None
     candidates = np.concatenate((_single_moves(valuation, index, weights), _transfers(valuation, index, weights)))
@@ -82,7 +83,8 @@ def _round(valuation: Valuation, index: Ints, value: float) -> tuple[Ints, float
     merged = _merged(index, candidates[better])
     values_merged = valuation.values(positions[merged])
     best = int(values_merged.argmin())
-    return merged[best], float(values_merged[best])
+    value = float(valuation.values(positions[merged[best]][None])[0])
+    return (merged[best], value) if value < before else None
 
 
 def _path_weights(valuation: Valuation, index: Ints) -> tuple[Floats, Floats, Floats]:

@@ -40,12 +40,14 @@ __all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
 _BEAM = 5  # starts that are improved where the cuts are given
-_FINE = 8  # starts that see all profiles, and are improved
+_FINE = 10  # starts that see all profiles, and are improved
 _FIRST_ROUNDS = 4
 _SHARE = 0.4  # of what is left, that one such selection may take
 _TURNS = 4
 _SHAKES = 400
-_REORDER_EVERY = 12
+_REORDER_EVERY = 8
+_FINALISTS = 2
+_TURNS_OF_ALL = 2
 _EXHAUSTIVE = 60_000  # slicings times orders that are tried out rather than searched
 _EXHAUSTIVE_OPERATIONS = 24
 
@@ -88,7 +90,7 @@ def _effort_s(problem: Problem) -> float:
     """Seconds of an ordinary core that the search may take: enough to settle small models, bounded for large ones."""
     operations = len(problem.graph.nodes)
     size = operations * problem.num_ranks * problem.num_microbatches
-    return min(0.1 + 8e-4 * operations + 5e-5 * size, 2.5) + min(1.5e-8 * size, 20.0)
+    return min(0.1 + 1.6e-3 * operations + 5e-5 * size, 3.1) + min(1.5e-8 * size, 20.0)
 
 
 # -- improving ---------------------------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def _improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     chosen.sort(key=lambda start: start.value)
     # The chosen ones get some rounds each, the better half of them more, until one is left to be shaken. What is large
     # leaves time for the most promising of them alone.
-    rounds = _FIRST_ROUNDS
+    rounds, finalists = _FIRST_ROUNDS, chosen[:1]
     while len(chosen) > 1 and not effort.is_spent:
         least_s = effort.left_s * (1 - _SHARE)
         turned: list[Start] = []
@@ -114,7 +116,8 @@ def _improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
                 turned.append(_by_turns(problem, start, effort, rounds))
         chosen = sorted(turned, key=lambda start: start.value)[: len(turned) // 2]
         rounds *= 4
-    return _shaken(problem, min(chosen, key=lambda start: start.value), effort)
+        finalists = sorted(turned, key=lambda start: start.value)[:_FINALISTS]
+    return _shaken(problem, finalists, effort)
 
 
 def _varied(begun: list[Start], number: int) -> list[Start]:
@@ -132,7 +135,7 @@ def _varied(begun: list[Start], number: int) -> list[Start]:
 def _on_all_profiles(problem: Problem, start: Start, effort: Effort) -> Start:
     if effort.is_spent:
         return start
-    cuts = starting_cuts(problem, start.spec.num_loops, fine=True)
+    cuts = starting_cuts(problem, start.order.num_stages, fine=True)
     values = Valuation(problem, start.order, effort).values(cuts)
     best = int(values.argmin())
     return replace(start, cuts=cuts[best], value=float(values[best])) if values[best] < start.value else start
@@ -172,23 +175,27 @@ def _fixes_order(options: SearchOptions) -> bool:
     return options.microbatches_per_loop is not None or options.prefetch_forwards is not None
 
 
-def _shaken(problem: Problem, start: Start, effort: Effort) -> Start:
-    """Random moves and descents from the best, with the same random numbers each time."""
+def _shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
+    """Random moves and descents from the finalists by turns, with the same random numbers each time."""
     generator = np.random.default_rng(0)
-    current = start
-    for number in range(_SHAKES):
+    current = list(finalists)
+    for turn in range(_SHAKES):
         if effort.is_spent:
             break
-        valuation = Valuation(problem, current.order, effort)
-        best = Refined(cuts=current.cuts, value=current.value)
+        if turn == _TURNS_OF_ALL * len(finalists):
+            current = [min(current, key=lambda start: start.value)]
+        which = turn % len(current)
+        start = current[which]
+        valuation = Valuation(problem, start.order, effort)
+        best = Refined(cuts=start.cuts, value=start.value)
+        valuation.values(best.cuts[None])
         for _ in range(_REORDER_EVERY):
             if effort.is_spent:
                 break
             best = shake(valuation, best, generator)
-        current = replace(current, cuts=best.cuts, value=best.value)
-        if number % 2 == 0:
-            current = _reordered(problem, current, effort)
-    return current
+        shaken = replace(start, cuts=best.cuts, value=best.value)
+        current[which] = _reordered(problem, shaken, effort)
+    return min(current, key=lambda start: start.value)
 
 
 def _is_small(problem: Problem, begun: list[Start]) -> bool:

@@ -120,8 +120,11 @@ class Slices:
         num_ranks, num_slicings, num_stages = self.problem.num_ranks, len(self), len(self.stage_ranks)
         rank = self.stage_ranks[reader]
         # A tensor goes once to each rank that reads it, whichever of its stages do.
-        num_values = len(self.problem.graph.values)
-        once = _first_of_each((column * num_values + value) * num_ranks + rank, num_slicings * num_values * num_ranks)
+        crossing = np.flatnonzero(np.bincount(value))  # few of all values cross a cut
+        number = np.zeros(len(self.problem.graph.values) + 1, dtype=np.int64)
+        number[crossing] = np.arange(len(crossing))
+        keys = (column * len(crossing) + number[value]) * num_ranks + rank
+        once = _first_of_each(keys, num_slicings * len(crossing) * num_ranks)
         key = producer * num_ranks + rank
         pairs = np.flatnonzero(np.bincount(key, minlength=num_stages * num_ranks))
         index = np.zeros(num_stages * num_ranks, dtype=np.int64)

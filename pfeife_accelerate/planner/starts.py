@@ -17,7 +17,7 @@ from pfeife_accelerate.planner.problem import Ints, Problem
 from pfeife_accelerate.planner.shapes import equal_time_cuts, profiles, shaped_cuts
 from pfeife_accelerate.planner.slices import Slices
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
-from pfeife_accelerate.schedule.families import numbered
+from pfeife_accelerate.schedule.families import looped_order, numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
 __all__ = ["Start", "family_name", "specs", "starting_cuts", "starts"]
@@ -25,6 +25,8 @@ __all__ = ["Start", "family_name", "specs", "starting_cuts", "starts"]
 _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
 _ENOUGH_STAGES = 128
+_MOST_ROUNDS = 14
+_MOST_BETWEEN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,20 +125,19 @@ def specs(problem: Problem, num_loops: int) -> Iterator[ScheduleSpec]:
         yield replace(base, family=ScheduleFamily.ZB_H1)
 
 
-def starting_cuts(problem: Problem, num_loops: int, *, fine: bool) -> Ints:
+def starting_cuts(problem: Problem, num_stages: int, *, fine: bool) -> Ints:
     """Slicings to value: equal time, profiles around it, equal memory; the user's own alone where there are some."""
     if problem.options.cuts is not None:
         return np.asarray([problem.options.cuts], dtype=np.int64)
-    stages = problem.num_ranks * num_loops
-    if stages == 1:
+    if num_stages == 1:
         return np.empty((1, 0), dtype=np.int64)
-    weights = profiles(problem.num_ranks, num_loops, fine=fine)
-    even = np.ones((1, stages))
+    weights = profiles(problem.num_ranks, num_stages, fine=fine)
+    even = np.ones((1, num_stages))
     memory = problem.state_bytes + problem.saved_bytes
     return np.unique(
         np.concatenate(
             (
-                equal_time_cuts(problem, stages)[None],
+                equal_time_cuts(problem, num_stages)[None],
                 shaped_cuts(problem, weights),
                 shaped_cuts(problem, even, memory),
                 shaped_cuts(problem, even, problem.state_bytes + problem.saved_bytes * problem.num_microbatches),
@@ -155,7 +156,7 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
     for num_loops in loops(problem):
         if found and effort.is_spent:
             break
-        cuts = starting_cuts(problem, num_loops, fine=False)
+        cuts = starting_cuts(problem, num_loops * problem.num_ranks, fine=False)
         placements: dict[tuple[int, ...], list[Slices]] = {}
         fitting: set[int | None] = set()
         for spec in specs(problem, num_loops):
@@ -174,7 +175,34 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
             found.append(Start(spec=spec, order=order, cuts=cuts[best], value=value))
             if is_looped and value < MISFIT_S:
                 fitting.add(spec.microbatches_per_loop)
+    found += _between_loops(problem, effort)
     return sorted((start for start in found if np.isfinite(start.value)), key=lambda start: start.value)
+
+
+def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
+    """Looped orders whose last round does not reach all ranks: such a number of stages may suit the model's layers.
+
+    With many micro-batches the ranks that have a stage more would be the slowest for too long.
+    """
+    options, ranks, number = problem.options, problem.num_ranks, problem.num_microbatches
+    is_free = options.family in (None, ScheduleFamily.LIST) and options.cuts is None and options.num_loops is None
+    if not is_free or options.microbatches_per_loop or options.prefetch_forwards or number > 2 * ranks:
+        return
+    most = min(_MOST_ROUNDS * ranks, _ENOUGH_STAGES, len(problem.positions) + 1)
+    numbers = [stages for stages in range(ranks + 1, most) if stages % ranks]
+    for stages in numbers[:: -(-len(numbers) // _MOST_BETWEEN)]:
+        if effort.is_spent:
+            break
+        spec = ScheduleSpec(
+            family=ScheduleFamily.LIST, num_ranks=ranks, num_microbatches=number, num_loops=-(-stages // ranks)
+        )
+        placement = tuple(stage % ranks for stage in range(stages))
+        order = looped_order(placement, number, block=min(ranks, number), prefetch=ranks - 1)
+        order = split_backwards(order) if problem.is_split else order
+        cuts = np.concatenate((equal_time_cuts(problem, stages)[None], shaped_cuts(problem, np.ones((1, stages)))))
+        values = Valuation(problem, order, effort).values(cuts)
+        best = int(values.argmin())
+        yield Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best]))
 
 
 def _order(problem: Problem, spec: ScheduleSpec) -> Order:

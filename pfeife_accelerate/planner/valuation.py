@@ -24,6 +24,7 @@ __all__ = ["MISFIT_S", "Effort", "Valuation"]
 #: What does not fit is worth this many seconds, and one more for each byte too many.
 MISFIT_S = 1e9
 _MOST_SPARE = 2.0  # messages of an event graph for each that a slicing has; beyond it is made anew
+_ROOMY = 0.8  # of what a rank may use
 _BATCH_CELLS = 4_000_000  # nodes times slicings in one pass: more would leave the caches without being faster
 
 
@@ -51,6 +52,7 @@ class Valuation:
         self.recompute = tuple(recompute)
         self._memory: MemoryProfile | None = None
         self._graph: EventGraph | None = None
+        self._has_room = False
 
     @property
     def memory(self) -> MemoryProfile:
@@ -87,7 +89,13 @@ class Valuation:
             4e-6 * graph.num_levels + len(slices) * (6e-9 * graph.num_nodes + 4e-8 * len(self.problem.graph.nodes))
         )
         seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s)
-        excess = np.maximum(self.memory.peaks(slices) - self.problem.limits[:, None], 0).sum(axis=0)
+        if len(slices) > 1 and self._has_room:
+            return seconds
+        peaks = self.memory.peaks(slices)
+        excess = np.maximum(peaks - self.problem.limits[:, None], 0).sum(axis=0)
+        if len(slices) == 1:
+            # What is near to a slicing that leaves much memory free fits as well; one that is taken is looked at alone.
+            self._has_room = bool((peaks[:, 0] < _ROOMY * self.problem.limits).all())
         return np.where(excess > 0, MISFIT_S + excess, seconds)
 
 
