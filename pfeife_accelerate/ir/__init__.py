@@ -5,6 +5,7 @@ from pfeife_accelerate.ir.codec import from_json, to_json
 from pfeife_accelerate.ir.cost_file import read_cost_file, write_cost_file
 from pfeife_accelerate.ir.cost_graph import CostGraph, CostNode, CostValue, ParamUse
 from pfeife_accelerate.ir.costs import CostOrigin, CostTable, OpCost, StageCost
+from pfeife_accelerate.ir.from_ops import cost_graph_of
 from pfeife_accelerate.ir.machine import DeviceSpec, LinkSpec, Machine
 from pfeife_accelerate.ir.ops import OpGraph, OpNode
 from pfeife_accelerate.ir.plan import Edge, Estimate, PipelinePlan, Slicing, StageSpec
@@ -15,5 +16,6 @@ __all__ = [
     "Action", "ActionKind", "CostGraph", "CostNode", "CostOrigin", "CostTable", "CostValue", "DeviceSpec", "Edge",
     "Estimate", "Interval", "LinkSpec", "Machine", "MemoryCurve", "OpCost", "OpGraph", "OpNode", "ParamUse",
     "PipelinePlan", "Schedule", "ScheduleFamily", "ScheduleSpec", "Slicing", "StageCost", "StageSpec", "TensorSpec",
-    "Timeline", "dtype_bytes", "from_json", "parse_family", "read_cost_file", "to_json", "write_cost_file",
+    "Timeline", "cost_graph_of", "dtype_bytes", "from_json", "parse_family", "read_cost_file", "to_json",
+    "write_cost_file",
 ]  # fmt: skip
