@@ -8,6 +8,7 @@ peer rank of a transfer (`1SEND_F3@0`). A transfer carries the stage that PRODUC
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -172,6 +173,12 @@ class Schedule:
     spec: ScheduleSpec
     per_rank: tuple[tuple[Action, ...], ...]
     stage_ranks: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, spec: ScheduleSpec, per_rank: Sequence[Sequence[str]], stage_ranks: Sequence[int]) -> Schedule:
+        """The schedule whose actions are given as text."""
+        actions = tuple(tuple(Action.parse(text) for text in texts) for texts in per_rank)
+        return cls(spec=spec, per_rank=actions, stage_ranks=tuple(stage_ranks))
 
     @property
     def num_ranks(self) -> int:

@@ -6,14 +6,16 @@ Models: everything a rank needs to take its part, as plain data that survives JS
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
-from pfeife_accelerate.ir.actions import ScheduleSpec
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir.actions import Schedule, ScheduleSpec
 from pfeife_accelerate.ir.costs import StageCost
 from pfeife_accelerate.ir.tensors import TensorSpec
 
-__all__ = ["Edge", "Estimate", "PipelinePlan", "Slicing", "StageSpec"]
+__all__ = ["Edge", "PipelinePlan", "Slicing", "StageSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,8 @@ class Slicing:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """One stage: its rank, its operations `[first, last)`, the parameters it reads, its cost per micro-batch."""
+    """One stage: its operations `[first, last)`, the parameters it reads, its cost per micro-batch."""
 
-    index: int
-    rank: int
     op_range: tuple[int, int]
     params: tuple[str, ...]
     cost: StageCost
@@ -50,28 +50,59 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What the simulator expects of one step."""
-
-    step_s: float
-    peak_bytes: tuple[int, ...]  #: per rank
-
-
-@dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """A whole plan; `graph_fingerprint` says for which graph."""
+    """A whole plan; `graph_fingerprint` says for which graph.
 
-    VERSION: ClassVar[int] = 1
+    To another program it says all with `cuts`, `stage_ranks` (the rank of each stage), `per_rank` (the computations of
+    each rank in their order, such as `2F0`) and `recompute` (the stages that compute their activations again).
+    """
 
-    version: int = 1
+    VERSION: ClassVar[int] = 2
+
+    version: int = 2
     graph_fingerprint: str
-    slicing: Slicing
+    cuts: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
+    per_rank: tuple[tuple[str, ...], ...]
+    recompute: tuple[int, ...] = ()
+    estimate_s: float
+    lower_bound_s: float = 0.0  #: no order of this graph on these ranks is faster; 0 where nothing is known
+    peak_bytes: tuple[int, ...]  #: per rank
+    spec: ScheduleSpec  #: where the order comes from
     stages: tuple[StageSpec, ...]
     edges: tuple[Edge, ...]
-    spec: ScheduleSpec
-    estimate: Estimate
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        num_stages, num_ranks = len(self.stage_ranks), len(self.per_rank)
+        problems = (
+            (len(self.cuts) + 1 != num_stages, f"{len(self.cuts)} cuts for {num_stages} stage_ranks"),
+            (len(self.stages) != num_stages, f"{len(self.stages)} stages for {num_stages} stage_ranks"),
+            (len(self.peak_bytes) != num_ranks, f"{len(self.peak_bytes)} peak_bytes for {num_ranks} ranks"),
+            (self.spec.num_ranks != num_ranks, f"orders of {num_ranks} ranks, and a spec for {self.spec.num_ranks}"),
+            (not set(self.stage_ranks) <= set(range(num_ranks)), f"stage_ranks {self.stage_ranks}, {num_ranks} ranks"),
+            (not set(self.recompute) <= set(range(num_stages)), f"recompute {self.recompute}, {num_stages} stages"),
+        )
+        for is_wrong, what in problems:
+            if is_wrong:
+                raise PfeifeError(id="PF167", what=f"the parts of the plan do not fit together: {what}")
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order as actions."""
+        return Schedule.parse(self.spec, self.per_rank, self.stage_ranks)
 
     @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return tuple(stage.rank for stage in self.stages)
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline, those without a stage included."""
+        return len(self.per_rank)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return len(self.stage_ranks)
+
+    @property
+    def loss_rank(self) -> int:
+        """The rank of the last stage, which computes the loss."""
+        return self.stage_ranks[-1]

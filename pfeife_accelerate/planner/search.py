@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.ir import (
     CostTable,
-    Estimate,
     Machine,
     MemoryCurve,
     OpGraph,
@@ -193,18 +192,22 @@ def _plan(problem: _Problem, best: _Candidate) -> PipelinePlan:
     graph, cuts = problem.graph, best.slicing.cuts
     ranges = best.slicing.ranges(len(graph.nodes))
     stages = tuple(
-        StageSpec(index=index, rank=index % problem.num_ranks, op_range=op_range, params=params, cost=cost)
-        for index, (op_range, params, cost) in enumerate(
-            zip(ranges, stage_params(graph, cuts), stage_costs(graph, problem.costs, cuts), strict=True)
+        StageSpec(op_range=op_range, params=params, cost=cost)
+        for op_range, params, cost in zip(
+            ranges, stage_params(graph, cuts), stage_costs(graph, problem.costs, cuts), strict=True
         )
     )
+    schedule = build(best.spec)
     return PipelinePlan(
         graph_fingerprint=graph.fingerprint,
-        slicing=best.slicing,
+        cuts=cuts,
+        stage_ranks=schedule.stage_ranks,
+        per_rank=tuple(tuple(str(action) for action in actions) for actions in schedule.per_rank),
+        estimate_s=best.step_s,
+        peak_bytes=best.memory.peak_bytes,
+        spec=best.spec,
         stages=stages,
         edges=edges_of(graph, cuts),
-        spec=best.spec,
-        estimate=Estimate(step_s=best.step_s, peak_bytes=best.memory.peak_bytes),
     )
 
 

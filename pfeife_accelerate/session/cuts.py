@@ -23,8 +23,8 @@ class Cuts:
 
     def __init__(self, model: PipelinedModel, planned: CapturedGraph, plan: PipelinePlan) -> None:
         self._model = model
-        self._num_stages = len(plan.stages)
-        self._made: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {id(planned): (planned, plan.slicing.cuts)}
+        self._num_stages = plan.num_stages
+        self._made: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {id(planned): (planned, plan.cuts)}
         self._placed = {id(planned)}
 
     def of(self, call: Call) -> tuple[int, ...]:

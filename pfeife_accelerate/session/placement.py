@@ -25,9 +25,9 @@ class Placement:
     def __init__(self, plan: PipelinePlan, states: Mapping[str, torch.Tensor], rank: int) -> None:
         self.rank = rank
         self.stages_of: dict[str, tuple[int, ...]] = {}
-        for stage in plan.stages:
+        for index, stage in enumerate(plan.stages):
             for name in stage.params:
-                self.stages_of[name] = (*self.stages_of.get(name, ()), stage.index)
+                self.stages_of[name] = (*self.stages_of.get(name, ()), index)
         self._stage_ranks = plan.stage_ranks
         self.parameters = {n: t for n, t in states.items() if isinstance(t, nn.Parameter)}
         self.buffers = {n: t for n, t in states.items() if not isinstance(t, nn.Parameter)}

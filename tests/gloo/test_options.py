@@ -58,7 +58,7 @@ def test_a_plan_is_kept_in_the_plan_file_used_again_and_refused_for_another_mode
     plugin = f"PfeifePlugin(plan_file={str(plan_file)!r}, schedule='1f1b', num_microbatches=4)"
     _run(8, plugin).check()
     text = plan_file.read_text()
-    assert json.loads(text)["version"] == 1
+    assert json.loads(text)["version"] == 2
     moved = json.loads(text)
     moved["spec"]["num_microbatches"] = 2
     plan_file.write_text(json.dumps(moved))

@@ -1,11 +1,9 @@
 """The plan as a person reads it."""
 
 from pfeife_accelerate.ir import (
-    Estimate,
     PipelinePlan,
     ScheduleFamily,
     ScheduleSpec,
-    Slicing,
     StageCost,
     StageSpec,
 )
@@ -16,14 +14,17 @@ def test_a_plan_is_shown_as_a_table_an_order_and_an_estimate():
     cost = StageCost(forward_s=0.001, backward_s=0.002, param_bytes=4_000_000, saved_bytes=1_500_000)
     plan = PipelinePlan(
         graph_fingerprint="f",
-        slicing=Slicing(cuts=(3,)),
+        cuts=(3,),
+        stage_ranks=(0, 1),
+        per_rank=(("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1")),
         stages=(
-            StageSpec(index=0, rank=0, op_range=(0, 3), params=("a",), cost=cost),
-            StageSpec(index=1, rank=1, op_range=(3, 5), params=("b",), cost=cost),
+            StageSpec(op_range=(0, 3), params=("a",), cost=cost),
+            StageSpec(op_range=(3, 5), params=("b",), cost=cost),
         ),
         edges=(),
         spec=ScheduleSpec(family=ScheduleFamily.ONE_F_ONE_B, num_ranks=2, num_microbatches=2),
-        estimate=Estimate(step_s=0.0125, peak_bytes=(16_000_000, 18_000_000)),
+        estimate_s=0.0125,
+        peak_bytes=(16_000_000, 18_000_000),
     )
     assert describe(plan).splitlines() == [
         "stage  rank  operations  parameters MB  forward ms  backward ms  kept MB",

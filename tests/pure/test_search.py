@@ -3,7 +3,7 @@
 import pytest
 
 from pfeife_accelerate.errors import InternalError, PfeifeError
-from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec, Slicing
+from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.planner import (
     SearchOptions,
     make_plan,
@@ -21,23 +21,24 @@ def test_a_plan_is_whole(chain, costs, machine):
     graph = chain(8, skips=((0, 7),))
     plan = make_plan(graph, costs([1.0] * 8), machine(), 2, 4, SearchOptions(schedule="1f1b"))
     assert plan.graph_fingerprint == graph.fingerprint
-    assert plan.slicing == Slicing(cuts=(4,))
-    assert [(s.index, s.rank, s.op_range) for s in plan.stages] == [(0, 0, (0, 4)), (1, 1, (4, 8))]
+    assert plan.cuts == (4,)
+    assert [s.op_range for s in plan.stages] == [(0, 4), (4, 8)]
     assert plan.stages[1].params == tuple(f"layers.{i}.weight" for i in range(4, 8))
     assert plan.stage_ranks == (0, 1)
     assert [(edge.producer, edge.consumers, edge.value) for edge in plan.edges] == [(0, (1,), "n0"), (0, (1,), "n3")]
-    assert plan.estimate.step_s == pytest.approx((4 + 1) * 4 * 3.0)
+    assert plan.estimate_s == pytest.approx((4 + 1) * 4 * 3.0)
 
 
 def test_the_estimate_is_the_simulation_of_the_plan(chain, costs, machine):
     graph, table, link = chain(12, skips=((1, 9),)), costs([1.0] * 12, saved_bytes=7), machine(bytes_per_s=40.0)
     plan = make_plan(graph, table, link, 2, 4)
-    schedule = build(plan.spec)
-    messages = messages_of(graph, plan.slicing.cuts, plan.stage_ranks)
-    sizes = message_bytes_of(graph, plan.slicing.cuts, plan.stage_ranks)
-    stages = stage_costs(graph, table, plan.slicing.cuts)
-    assert simulate(schedule, stages, messages, sizes, link).makespan_s == plan.estimate.step_s
-    assert peak_memory(schedule, stages).peak_bytes == plan.estimate.peak_bytes
+    schedule = plan.schedule
+    assert schedule == build(plan.spec)
+    messages = messages_of(graph, plan.cuts, plan.stage_ranks)
+    sizes = message_bytes_of(graph, plan.cuts, plan.stage_ranks)
+    stages = stage_costs(graph, table, plan.cuts)
+    assert simulate(schedule, stages, messages, sizes, link).makespan_s == plan.estimate_s
+    assert peak_memory(schedule, stages).peak_bytes == plan.peak_bytes
     lower(schedule, messages)
 
 
@@ -54,7 +55,7 @@ def test_looping_is_left_where_transfers_cost_more(chain, costs, machine):
 def test_of_equally_fast_orders_the_one_with_less_memory_wins(chain, costs, machine):
     plan = make_plan(chain(4), costs([1.0] * 4, saved_bytes=100), machine(), 1, 4)
     assert plan.spec.family is ScheduleFamily.ONE_F_ONE_B
-    assert plan.estimate.peak_bytes == (4 * 4 * 4 + 400,)
+    assert plan.peak_bytes == (4 * 4 * 4 + 400,)
 
 
 def test_every_named_order_is_obeyed(chain, costs, machine):
@@ -81,9 +82,9 @@ def test_every_named_order_is_obeyed(chain, costs, machine):
 def test_split_points_decide_the_cuts_and_the_loops(chain, costs, machine):
     graph, table = chain(10), costs([1.0] * 10)
     plan = make_plan(graph, table, machine(), 2, 4, SearchOptions(split_points=("layers.7",)))
-    assert plan.slicing.cuts == (7,)
+    assert plan.cuts == (7,)
     plan = make_plan(graph, table, machine(), 2, 4, SearchOptions(split_points=("layers.1", "layers.2", "n8")))
-    assert (plan.slicing.cuts, plan.spec.num_loops) == ((1, 2, 8), 2)
+    assert (plan.cuts, plan.spec.num_loops) == ((1, 2, 8), 2)
     with pytest.raises(PfeifeError, match="PF303 2 split points for 2 stages"):
         make_plan(graph, table, machine(), 2, 4, SearchOptions(split_points=("layers.1", "layers.2")))
 
@@ -125,17 +126,17 @@ def test_memory_forbids_what_would_be_faster(chain, costs, machine):
     free = make_plan(graph, table, machine(latency_s=5.0), 2, 8)
     # 1F1B without prefetch holds two micro-batches on rank 0: 2 * 4 * 100 bytes and 4 parameters with their state.
     tight = make_plan(graph, table, machine(latency_s=5.0, memory_bytes=1000), 2, 8)
-    assert max(free.estimate.peak_bytes) > 900 >= max(tight.estimate.peak_bytes)
-    assert tight.estimate.step_s > free.estimate.step_s
+    assert max(free.peak_bytes) > 900 >= max(tight.peak_bytes)
+    assert tight.estimate_s > free.estimate_s
 
 
 def test_cuts_by_memory_are_the_way_out(chain, costs, machine):
     # The first two operations take nearly all the time; equal time would leave the other six to one rank.
     table = costs([10.0, 10.0, *[0.1] * 6], saved_bytes=0)
     roomy = make_plan(chain(8), table, machine(), 2, 1, SearchOptions(num_loops=1))
-    assert roomy.slicing.cuts == (1,)
+    assert roomy.cuts == (1,)
     tight = make_plan(chain(8), table, machine(memory_bytes=80), 2, 1, SearchOptions(num_loops=1))
-    assert tight.slicing.cuts == (4,)
+    assert tight.cuts == (4,)
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much(chain, costs, machine):
