@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 from pfeife_accelerate.errors import PfeifeError, did_you_mean
@@ -20,6 +21,7 @@ __all__ = [
     "SCHEDULES",
     "SECTION",
     "PfeifePlugin",
+    "cache_folder",
     "default_variable",
     "export",
     "flag",
@@ -74,6 +76,10 @@ class PfeifePlugin:
 
     plan_file: str | None = field(default=None, metadata={"kind": "path"})
     """A plan made before (`pfeife plan`), used instead of planning."""
+
+    cache_dir: str | None = field(default=None, metadata={"kind": "path"})
+    """Folder for what has been measured on this machine. None: `pfeife_accelerate` in the user's cache folder
+    (`$XDG_CACHE_HOME`, or else `~/.cache`)."""
 
     on_capture_failure: str = field(default="fallback", metadata={"kind": "choice", "choices": ON_CAPTURE_FAILURE})
     """A model that cannot be captured: "fallback" trains it whole on every process, exactly and with no gain in speed,
@@ -178,6 +184,15 @@ def export(plugin: PfeifePlugin) -> None:
     for variable in section_variables():
         del os.environ[variable]
     os.environ.update(plugin.to_environment())
+
+
+def cache_folder(plugin: PfeifePlugin) -> Path:
+    """Where measurements are kept: the option `cache_dir`, or a folder of ours in the user's cache."""
+    if plugin.cache_dir is not None:
+        return Path(plugin.cache_dir).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification: a relative path is invalid and to be ignored, an empty one is as if unset.
+    return (cache if cache.is_absolute() else Path("~/.cache").expanduser()) / "pfeife_accelerate"
 
 
 def process_variable(name: str) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -125,8 +128,17 @@ def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
     given = env or {}
     # A wrong rule of the loss algebra must end a test, not be made good.
     strict = {"PFEIFE_ON_LOSS_MISMATCH": "error"} if any(name.startswith("PFEIFE_") for name in given) else {}
+    # What is measured in one test serves the next, and neither reads nor changes what the person has.
+    clean["XDG_CACHE_HOME"] = _cache_home()
     wanted = {**clean, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **strict, **given}
     return {name: value for name, value in wanted.items() if value is not None}
+
+
+@functools.cache
+def _cache_home() -> str:
+    folder = tempfile.mkdtemp(prefix="pfeife-tests-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def free_port() -> int:

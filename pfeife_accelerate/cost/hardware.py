@@ -7,6 +7,7 @@ Ignores: throttling, what other processes use meanwhile, and the real links: the
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from pfeife_accelerate.ir import DeviceSpec, LinkSpec
 
-__all__ = ["device_spec", "link_spec", "memory_bytes"]
+__all__ = ["device_name", "device_spec", "link_spec", "memory_bytes"]
 
 _LINKS = {
     "gloo": LinkSpec(latency_s=1.5e-4, bytes_per_s=1.5e9),  # over the loopback device
@@ -46,12 +47,24 @@ def device_spec(device: torch.device, local_ranks: int = 1) -> DeviceSpec:
             for dtype in dtypes
         )
     return DeviceSpec(
-        name=torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        name=device_name(device),
         memory_bytes=memory_bytes(device) // (1 if is_cuda else max(local_ranks, 1)),
         flops_per_s=rates,
         bytes_per_s=2 * elements * 4 / copy_s,
         launch_s=launch_s,
     )
+
+
+def device_name(device: torch.device) -> str:
+    """What kind of device this is: equal names, equal speed."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"cpu {model}".strip()
 
 
 def _product_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pfeife_accelerate.config import PfeifePlugin, export, is_enabled, overlay
+from pfeife_accelerate.config import PfeifePlugin, cache_folder, export, is_enabled, overlay
 from pfeife_accelerate.errors import PfeifeError
 
 pytestmark = pytest.mark.pure
@@ -21,6 +21,7 @@ FULL = PfeifePlugin(
     prefetch_forwards=0,
     split_points=("model.layers.4", "model.layers.8"),
     plan_file="plans/a plan.json",
+    cache_dir="measured/here",
     on_capture_failure="error",
     on_loss_mismatch="error",
     batch_dims=(("src", 1), ("conditions.mask", None), ("0", 0)),
@@ -138,6 +139,16 @@ def test_export_replaces_what_was_there(monkeypatch):
     export(PfeifePlugin(pipeline_size=3))
     assert PfeifePlugin.from_environment() == PfeifePlugin(pipeline_size=3)
     assert is_enabled()
+
+
+def test_measurements_are_kept_where_the_option_or_the_users_cache_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder(PfeifePlugin()) == tmp_path / "xdg" / "pfeife_accelerate"
+    assert cache_folder(PfeifePlugin(cache_dir="~/mine")) == tmp_path / "mine"
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_folder(PfeifePlugin()) == tmp_path / ".cache" / "pfeife_accelerate"
 
 
 def test_package_and_options_need_no_torch():
