@@ -1,6 +1,7 @@
 """The devices and links of this machine as the planner sees them.
 
-Models: one matrix product for each element type, one large copy, one empty operation, the memory there is.
+Models: one matrix product for each element type, one large copy, one empty operation, the memory there is, and what
+the host needs for an action of the executor.
 Ignores: throttling, what other processes use meanwhile, and the real links: their numbers are typical, not measured.
 """
 
@@ -17,12 +18,18 @@ import torch
 
 from pfeife_accelerate.ir import DeviceSpec, LinkSpec
 
-__all__ = ["device_name", "device_spec", "link_spec", "memory_bytes"]
+__all__ = ["ACTION_LAUNCHES", "device_name", "device_spec", "link_spec", "memory_bytes"]
 
 _LINKS = {
     "gloo": LinkSpec(latency_s=1.5e-4, bytes_per_s=1.5e9),  # over the loopback device
     "nccl": LinkSpec(latency_s=2e-5, bytes_per_s=5e10),
 }
+#: Host time of an action (a stage on one micro-batch, with its messages) in small operations on the CPU, which tell how
+#: fast the host runs Python and PyTorch. From eight stages of one multiplication each on two ranks over gloo (looped
+#: order, 8 micro-batches): 140 us of the main thread's time an action beyond its operations, where adding 1 to a tensor
+#: of one element took 2.2 us. Of the 140 us, 25 us are the executor's, the rest is for 1.75 messages an action.
+#: tests/gloo/test_link_profile.py repeats it.
+ACTION_LAUNCHES = 60
 _SLOW_S = 0.02  # a product that takes longer is not repeated
 
 
@@ -52,7 +59,14 @@ def device_spec(device: torch.device, local_ranks: int = 1) -> DeviceSpec:
         flops_per_s=rates,
         bytes_per_s=2 * elements * 4 / copy_s,
         launch_s=launch_s,
+        action_s=ACTION_LAUNCHES * (_host_launch_s() if is_cuda else launch_s),
+        runs_ahead=is_cuda,
     )
+
+
+def _host_launch_s() -> float:
+    small = torch.zeros(1)
+    return _typical_s(lambda: small.add(1.0), small.device, calls=50)
 
 
 def device_name(device: torch.device) -> str:

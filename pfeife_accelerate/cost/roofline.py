@@ -12,7 +12,7 @@ from math import prod, sqrt
 from pfeife_accelerate.ir import CostOrigin, DeviceSpec, OpCost
 from pfeife_accelerate.ir.costs import MeasurableOp, Operand, OperandRole
 
-__all__ = ["estimate", "flops", "moved_bytes", "saves"]
+__all__ = ["estimate", "flops", "is_view", "moved_bytes", "saves"]
 
 _LOOKS_UP = frozenset({"embedding", "index_select", "gather", "getitem", "take_along_dim"})
 _KEEPS_NOTHING = frozenset(
@@ -45,7 +45,7 @@ def estimate(op: MeasurableOp, device: DeviceSpec) -> OpCost:
 
 def saves(op: MeasurableOp) -> tuple[bool, ...]:
     """For each operand read: would the backward keep it? Computed floating point values only."""
-    keeps = any(w.spec.requires_grad for w in op.writes) and op.target not in _KEEPS_NOTHING and not _is_view(op)
+    keeps = any(w.spec.requires_grad for w in op.writes) and op.target not in _KEEPS_NOTHING and not is_view(op)
     return tuple(
         keeps and r.role is OperandRole.ACTIVATION and r.spec.dtype.startswith(("float", "bfloat", "complex"))
         for r in op.reads
@@ -54,7 +54,7 @@ def saves(op: MeasurableOp) -> tuple[bool, ...]:
 
 def flops(op: MeasurableOp) -> float:
     """Floating point operations of the forward; 0 for a view."""
-    if _is_view(op):
+    if is_view(op):
         return 0.0
     name, reads = op.target, [r.spec for r in op.reads]
     made = sum(w.spec.numel for w in op.writes)
@@ -75,7 +75,7 @@ def flops(op: MeasurableOp) -> float:
 
 def moved_bytes(op: MeasurableOp) -> int:
     """Bytes read and written by the forward; 0 for a view."""
-    if _is_view(op):
+    if is_view(op):
         return 0
     written = sum(_bytes(w) for w in op.writes)
     if op.target in _LOOKS_UP:
@@ -87,6 +87,7 @@ def _bytes(operand: Operand) -> int:
     return min(operand.spec.num_bytes, operand.storage_bytes)  # an expanded tensor is read from less memory
 
 
-def _is_view(op: MeasurableOp) -> bool:
+def is_view(op: MeasurableOp) -> bool:
+    """Whether everything it makes lies in memory that it reads: no kernel runs."""
     read = {r.storage for r in op.reads}
     return not op.is_inplace and bool(op.writes) and all(w.storage in read for w in op.writes)
