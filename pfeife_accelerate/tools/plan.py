@@ -139,8 +139,13 @@ def _searcher(request: PlanRequest, machine: Machine) -> Search:
 
 
 def _report(console: Console, request: PlanRequest, subject: _Subject, choice: Choice) -> None:
-    pieces = str(choice.shape) if request.model else f"{choice.shape.num_microbatches} micro-batches"
+    shape = choice.shape
+    pieces = str(shape) if request.model else f"{shape.num_microbatches} micro-batches"
     device = subject.machine.device_of(0).name
     console.print(Text(f"{subject.name}: {request.num_ranks} ranks of {device}, {pieces}"), soft_wrap=True)
     print_plan(console, choice.planned, choice.graph, all_reduce_s=choice.all_reduce_s)
-    print_attempts(console, choice.attempts, choice.shape)
+    print_attempts(console, choice.attempts, shape)
+    if request.model:
+        pipeline = request.num_ranks // shape.num_replicas
+        options = f"options      pipeline_size: {pipeline}, num_microbatches: {shape.num_microbatches}"
+        console.print(Text(options), soft_wrap=True)

@@ -34,7 +34,8 @@ class Shape:
 
     def __str__(self) -> str:
         """As people say it."""
-        text = f"{self.num_microbatches} micro-batches of {self.rows} rows"
+        pieces = f"{self.num_microbatches} micro-batch{'' if self.num_microbatches == 1 else 'es'}"
+        text = f"{pieces} of {self.rows} row{'' if self.rows == 1 else 's'}"
         return text if self.num_replicas == 1 else f"{self.num_replicas} replicas, {text}"
 
 
@@ -59,10 +60,14 @@ class Choice:
 
 
 def microbatch_numbers(batch: int, num_ranks: int, *, least_rows: int = 1) -> tuple[int, ...]:
-    """Numbers of micro-batches worth trying; where one near by divides the batch, that one."""
+    """Numbers of micro-batches worth trying.
+
+    Where a number near by divides the batch, that one; of several that give equally large micro-batches the least.
+    """
     most = max(1, batch // least_rows)
-    wanted = sorted({min(most, max(1, round(num_ranks * factor))) for factor in _PER_RANK})
-    return tuple(sorted({_dividing(batch, number, most) for number in wanted}))
+    wanted = {min(most, max(1, round(num_ranks * factor))) for factor in _PER_RANK}
+    rows = {-(-batch // _dividing(batch, number, most)) for number in wanted}
+    return tuple(sorted(-(-batch // size) for size in rows))
 
 
 def _dividing(batch: int, number: int, most: int) -> int:

@@ -24,6 +24,8 @@ _COLOURS: Final = {
     ActionKind.WEIGHT_GRADIENT: "yellow",
 }
 
+_MOST_ATTEMPTS: Final = 8  # that are shown
+
 
 def print_plan(console: Console, planned: Planned, graph: CostGraph, *, all_reduce_s: float = 0.0) -> None:
     """Everything about one plan."""
@@ -113,10 +115,9 @@ def print_attempts(console: Console, attempts: Sequence[Attempt], best: Shape) -
     if len(attempts) < 2:
         return
     least_s = min(attempt.step_s for attempt in attempts if attempt.step_s is not None)
+    others = [attempt for attempt in attempts if attempt.shape != best]
     console.print("also tried:")
-    for attempt in attempts:
-        if attempt.shape == best:
-            continue
+    for attempt in others[:_MOST_ATTEMPTS]:
         if attempt.step_s is not None:
             slower = 100 * (attempt.step_s / least_s - 1)
             why = f"{_ms(attempt.step_s)} ms, {slower:.1f} % slower"
@@ -124,6 +125,8 @@ def print_attempts(console: Console, attempts: Sequence[Attempt], best: Shape) -
             assert attempt.problem is not None
             why = attempt.problem.what
         console.print(Text(f"  {attempt.shape}: {why}"), soft_wrap=True)
+    if len(others) > _MOST_ATTEMPTS:
+        console.print(f"  and {len(others) - _MOST_ATTEMPTS} more, slower or too large")
 
 
 def _ms(seconds: float) -> str:
