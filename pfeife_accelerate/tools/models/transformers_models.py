@@ -6,6 +6,7 @@ Ignores: models whose main input is none of these; they are refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,6 +143,8 @@ def _batch(title: str, model_class: Any, config: Any, options: ModelOptions) -> 
     ids = torch.zeros(ROWS, seq, dtype=torch.long)
     name = model_class.__name__
     match model_class.main_input_name:
+        case _ if {"input_ids", "pixel_values"} <= set(inspect.signature(model_class.forward).parameters):
+            raise _no_batch(name, "it takes texts and images together")
         case "input_ids":
             unused_option(title, options, uses=("seq",))
             return {"input_ids": ids, **_text_labels(name, ids)}
@@ -160,12 +163,16 @@ def _batch(title: str, model_class: Any, config: Any, options: ModelOptions) -> 
             features = torch.zeros(frames, dtype=options.dtype)
             return {"input_features": features, "labels": torch.zeros(ROWS, target, dtype=torch.long)}
         case other:
-            raise PfeifeError(
-                id="PF134",
-                what=f"no example batch is known for {name}",
-                why=f"its main input is {other!r}; known are token ids, images, and features of speech",
-                hints=("a zoo member says itself how it is called: see docs/planner.md",),
-            )
+            raise _no_batch(name, f"its main input is {other!r}; known are token ids, images, and features of speech")
+
+
+def _no_batch(name: str, why: str) -> PfeifeError:
+    return PfeifeError(
+        id="PF134",
+        what=f"no example batch is known for {name}",
+        why=why,
+        hints=("a member of the entry-point group pfeife_accelerate.models says itself how it is called",),
+    )
 
 
 def _text_labels(name: str, ids: torch.Tensor) -> dict[str, Any]:
