@@ -15,7 +15,7 @@ def simple_plan(graph, num_ranks, num_microbatches, *, limit_bytes=40 * 2**30):
     cuts = _cuts(graph, num_ranks)
     stages = tuple(_stage(graph.nodes[first:last]) for first, last in pairwise((0, *cuts, len(graph.nodes))))
     schedule = one_f_one_b(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    timeline = _timeline(schedule, stages)
+    timeline = timeline_of(schedule, stages)
     memory = tuple(
         RankMemory(
             params_bytes=cost.param_bytes,
@@ -63,7 +63,7 @@ def _stage(nodes):
     )
 
 
-def _timeline(schedule, stages):
+def timeline_of(schedule, stages):
     """Every action as early as its rank and the stages around it allow."""
     ran, free, intervals = {}, [0.0] * schedule.num_ranks, []
     waiting = [list(actions) for actions in schedule.per_rank]

@@ -134,7 +134,7 @@ def test_a_member_that_an_installed_package_registers(tmp_path, monkeypatch):
          "did you mean 'UNet2DConditionModel'?"),
         ("diffusers:FluxTransformer2DModel", {}, "PF134 no example batch is known for FluxTransformer2DModel"),
         ("nowhere.json", {}, "PF131 nowhere.json is not the configuration of a model\n  why    FileNotFoundError"),
-        ("transformers:CLIPModel", {}, "PF134 no example batch is known for CLIPModel\n  why    it takes texts and images"),
+        ("transformers:CLIPModel", {}, "PF134 no example batch is known for CLIPModel\n  why    it takes texts"),
         ("transformers:wav2vec2", {"overrides": {"num_hidden_layers": 1}},
          "PF134 no example batch is known for Wav2Vec2Model\n  why    its main input is 'input_values'"),
         ("gpt2-large", {"overrides": {"n_layers": 2}}, "PF132 the configuration of gpt2-large has no 'n_layers'\n"
