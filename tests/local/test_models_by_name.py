@@ -75,6 +75,8 @@ def test_presets_have_their_published_sizes_and_no_memory(name, millions):
         ("test_vit", {"overrides": {"in_chans": 1}}, {"x": (2, 1, 160, 160)}),
         ("transformers:gpt2", {"overrides": {"n_layer": 1, "n_positions": 32}},
          {"input_ids": (2, 32), "labels": (2, 32)}),
+        ("transformers:t5", {"seq": 8, "overrides": {"num_layers": 1, "num_decoder_layers": 1}},
+         {"input_ids": (2, 8), "labels": (2, 8)}),
         ("BertForSequenceClassification", {"seq": 8, "overrides": {"num_hidden_layers": 1}},
          {"input_ids": (2, 8), "labels": (2,)}),
         ("BertForQuestionAnswering", {"seq": 8, "overrides": {"num_hidden_layers": 1}},
@@ -246,6 +248,23 @@ def test_a_diffusion_model_whose_conditions_have_the_batch_s_rows(json_file):
     model = ModelledModel(resolve(str(json_file(TINY_SDXL)), options(seq=5)))
     small, large = model.op_graph(1), model.op_graph(6)
     assert max(n.num_bytes for n in large.nodes) == 6 * max(n.num_bytes for n in small.nodes)
+
+
+def test_a_second_model_of_other_numbers():
+    """Dynamo takes what differs from an earlier capture of the same code for a symbol; floats as well as sizes."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+            self.layer = torch.nn.Linear(4, 4, device="meta")
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    for scale in (0.5, 0.25):
+        model = ModelledModel(ModelCase(name="scaled", module=Scaled(scale), batch={"x": torch.zeros(2, 4)}))
+        assert [node.op for node in model.cost_graph(3, A100).nodes] == ["linear", "mul"]
 
 
 def test_a_batch_that_cannot_be_divided():

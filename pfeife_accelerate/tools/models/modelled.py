@@ -41,6 +41,7 @@ class ModelledModel:
 
     def __init__(self, case: ModelCase) -> None:
         self.name = case.name
+        torch.compiler.reset()  # what an earlier model left would make symbols of the numbers in which this one differs
         batch = dict(case.batch)
         case.module.forward = _with_one_number_of_rows(case.module)
         capture = ModelCapture(case.module, _CPU)

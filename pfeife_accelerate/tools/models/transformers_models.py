@@ -130,8 +130,13 @@ def _case(title: str, model_class: Any, config_class: Any, data: Mapping[str, An
     made: list[Any] = []
 
     def build() -> Any:
-        made.append(config_class.from_dict(values) if data else config_class(**values))
-        return model_class(made[0])
+        config = config_class.from_dict(values) if data else config_class(**values)
+        if config.is_encoder_decoder:  # the decoder's inputs are made of the labels by these two, whatever they are
+            for key in ("decoder_start_token_id", "pad_token_id"):
+                if config.to_dict().get(key) is None:
+                    setattr(config, key, 0)
+        made.append(config)
+        return model_class(config)
 
     module = built(title, options, build)
     return ModelCase(name=title, module=module, batch=_batch(title, model_class, made[0], options))
