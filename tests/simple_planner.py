@@ -6,7 +6,9 @@ from itertools import pairwise
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import ActionKind, Interval, StageCost, Timeline
-from pfeife_accelerate.planner.planned import LowerBound, Planned, RankMemory, RunnerUp
+from pfeife_accelerate.planner.bound import BoundKind, LowerBound
+from pfeife_accelerate.planner.memory import RankMemory
+from pfeife_accelerate.planner.planned import Planned, RunnerUp
 from pfeife_accelerate.schedule import one_f_one_b
 
 
@@ -29,15 +31,19 @@ def simple_plan(graph, num_ranks, num_microbatches, *, limit_bytes=40 * 2**30):
     if over := [rank for rank, needs in enumerate(memory) if needs.peak_bytes > limit_bytes]:
         raise PfeifeError(id="PF302", what=f"no plan fits into memory: ranks {over}")
     return Planned(
+        graph_fingerprint=graph.fingerprint,
+        num_operations=len(graph.nodes),
         cuts=cuts,
-        stage_ranks=schedule.stage_ranks,
         schedule=schedule,
         recompute=(),
         estimate_s=timeline.makespan_s,
-        lower_bound=LowerBound(seconds=graph.work_s * num_microbatches / num_ranks, kind="work"),
+        lower_bound=LowerBound(seconds=graph.work_s * num_microbatches / num_ranks, kind=BoundKind.WORK),
         memory=memory,
         stages=stages,
-        runners_up=(RunnerUp(family="gpipe", estimate_s=2 * timeline.makespan_s, why="holds all micro-batches"),),
+        runners_up=(
+            RunnerUp(family="gpipe", estimate_s=2 * timeline.makespan_s, why="holds all micro-batches"),
+            RunnerUp(family="zb-v", estimate_s=None, why="a stage would have no operation"),
+        ),
         timeline=timeline,
     )
 

@@ -7,10 +7,27 @@ order, the workspace of the running stage. Ignores: buffers of transfers, and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pfeife_accelerate.ir import ActionKind, MemoryCurve, Schedule, StageCost
 
-__all__ = ["peak_memory"]
+__all__ = ["RankMemory", "peak_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's peak, in bytes, and what it consists of at that moment."""
+
+    params_bytes: int
+    state_bytes: int  #: gradients and optimizer state
+    activation_bytes: int
+    workspace_bytes: int
+    limit_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it together."""
+        return self.params_bytes + self.state_bytes + self.activation_bytes + self.workspace_bytes
 
 
 def peak_memory(schedule: Schedule, stage_costs: Sequence[StageCost], *, state_multiplier: float = 4.0) -> MemoryCurve:

@@ -1,6 +1,7 @@
-"""What the search found: a plan with its estimate, how far from the best possible it is, and why others lost.
+"""What the search gives: a plan with all that it knows about it.
 
-Models: all that a person wants to see of a plan. Ignores: names of parameters; the plan file has them.
+Models: where to cut, who runs what when, what that should take, how far that is from the best possible, and what the
+other families would have taken. Ignores: names of operations and parameters, which a cost graph does not have.
 """
 
 from __future__ import annotations
@@ -8,54 +9,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pfeife_accelerate.ir import Schedule, StageCost, Timeline
+from pfeife_accelerate.planner.bound import LowerBound
+from pfeife_accelerate.planner.memory import RankMemory
 
-__all__ = ["LowerBound", "Planned", "RankMemory", "RunnerUp"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowerBound:
-    """A time that no plan of this graph on these ranks undercuts, and what proves it."""
-
-    seconds: float
-    kind: str  #: "work", "path" or "node"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """One rank's peak, in bytes, and what it consists of at that moment."""
-
-    params_bytes: int
-    state_bytes: int  #: gradients and optimizer state
-    activation_bytes: int
-    workspace_bytes: int
-    limit_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """All of it together."""
-        return self.params_bytes + self.state_bytes + self.activation_bytes + self.workspace_bytes
+__all__ = ["Planned", "RunnerUp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerUp:
-    """The best plan of another family, and why it lost."""
+    """The best plan of another family; `estimate_s` is None where none of it fits or runs."""
 
     family: str
-    estimate_s: float
-    why: str
+    estimate_s: float | None
+    why: str  #: it lost, in one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan and what the search knows of it."""
+    """A plan that has been executed in simulated time, action by action, as ranks will execute it."""
 
+    graph_fingerprint: str
+    num_operations: int
     cuts: tuple[int, ...]
-    stage_ranks: tuple[int, ...]
-    schedule: Schedule  #: computations alone, every rank's list explicit
+    schedule: Schedule
     recompute: tuple[int, ...]  #: stages that compute their activations again
+    stages: tuple[StageCost, ...]
     estimate_s: float
     lower_bound: LowerBound
     memory: tuple[RankMemory, ...]
-    stages: tuple[StageCost, ...]
-    runners_up: tuple[RunnerUp, ...]
     timeline: Timeline
+    runners_up: tuple[RunnerUp, ...]
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.schedule.stage_ranks
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No plan is faster."""
+        return self.lower_bound.seconds
+
+    @property
+    def gap(self) -> float:
+        """How far the estimate is above the bound, as a share of it."""
+        return self.lower_bound.gap(self.estimate_s)
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Peak memory of each rank."""
+        return tuple(memory.peak_bytes for memory in self.memory)

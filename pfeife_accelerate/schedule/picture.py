@@ -1,7 +1,8 @@
 """A timeline as text: one line per rank, time to scale.
 
-Models: the computations, each as the number of its micro-batch and a filling that says what it is. Ignores: transfers,
-and which of a rank's stages computes; what is shorter than half a column may not show.
+Models: the computations, each as the number of its micro-batch and a filling that says what it is; of a backward that
+is one column wide, the filling alone. Ignores: transfers, and which of a rank's stages computes; what is shorter than
+half a column may not show.
 
     rank 0 │0-1-2-3-....0===1===2===3===│
     rank 1 │..0-0===1-1===2-2===3-3===..│
@@ -50,10 +51,12 @@ def _line(intervals: Sequence[Interval], column_s: float, columns: int) -> tuple
 
 
 def _block(action: Action, width: int) -> list[Cell]:
-    number = str(action.microbatch)
+    number, filling = str(action.microbatch), _filling(action.kind)
+    if width == 1 and action.kind is not ActionKind.FORWARD:
+        number = filling  # digits alone would not tell it from a forward
     # A number that leaves no room for the filling is cut to its last digit.
     label = number if len(number) < width else number[-1]
-    return [Cell(text=text, kind=action.kind) for text in label.ljust(width, _filling(action.kind))[:width]]
+    return [Cell(text=text, kind=action.kind) for text in label.ljust(width, filling)[:width]]
 
 
 def _filling(kind: ActionKind) -> str:

@@ -15,9 +15,10 @@ from rich.text import Text
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostGraph, Machine, OpGraph, read_cost_file
+from pfeife_accelerate.planner.pipeline_plan import pipeline_plan
 from pfeife_accelerate.planner.planned import Planned
 from pfeife_accelerate.tools.plan_choice import Choice, Search, Shape, choose, shapes
-from pfeife_accelerate.tools.plan_file import pipeline_plan, write_plan
+from pfeife_accelerate.tools.plan_file import write_plan
 from pfeife_accelerate.tools.plan_report import print_attempts, print_plan
 from pfeife_accelerate.tools.plan_request import DTYPES, PlanRequest
 
@@ -56,7 +57,7 @@ def plan(options: argparse.Namespace, *, searcher: Searcher | None = None) -> in
         )
     _report(console, request, subject, choice)
     if request.out is not None:
-        write_plan(request.out, pipeline_plan(choice.planned, choice.graph, subject.ops_of(choice.shape.rows)))
+        write_plan(request.out, pipeline_plan(choice.planned, subject.ops_of(choice.shape.rows)))
         console.print(Text(f"written to {request.out}"), soft_wrap=True)
     return 0
 
@@ -141,8 +142,9 @@ def _searcher(request: PlanRequest, machine: Machine) -> Search:
 def _report(console: Console, request: PlanRequest, subject: _Subject, choice: Choice) -> None:
     shape = choice.shape
     pieces = str(shape) if request.model else f"{shape.num_microbatches} micro-batches"
-    device = subject.machine.device_of(0).name
-    console.print(Text(f"{subject.name}: {request.num_ranks} ranks of {device}, {pieces}"), soft_wrap=True)
+    name = subject.machine.device_of(0).name
+    kind = "" if name == "device" else f" of {name}"  # a cost file need not say
+    console.print(Text(f"{subject.name}: {request.num_ranks} ranks{kind}, {pieces}"), soft_wrap=True)
     print_plan(console, choice.planned, choice.graph, all_reduce_s=choice.all_reduce_s)
     print_attempts(console, choice.attempts, shape)
     if request.model:

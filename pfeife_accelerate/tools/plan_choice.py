@@ -7,7 +7,7 @@ between replicas, after the step. Ignores: an all-reduce that overlaps the step,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pfeife_accelerate.errors import PfeifeError
@@ -19,6 +19,9 @@ __all__ = ["Attempt", "Choice", "Search", "Shape", "all_reduce_s", "choose", "mi
 #: Micro-batches to try, for each rank of a pipeline.
 _PER_RANK: Final = (0.5, 1, 1.5, 2, 3, 4, 6, 8)
 _NEAR: Final = 1.25  # so much more or fewer, where that divides the batch
+#: So many shapes are planned in earnest at most, if their quick plans take no longer than so many times the best one.
+_FINALISTS: Final = 3
+_CLOSE: Final = 1.03
 
 #: Plans a graph on so many ranks with so many micro-batches; the last argument is the effort.
 Search = Callable[[CostGraph, int, int, str], Planned]
@@ -50,13 +53,18 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The best shape with its plan, and what the others gave, the best first."""
+    """A shape with its plan; for the best one also what the quick plans of all gave, the best first."""
 
     shape: Shape
     planned: Planned
     graph: CostGraph
     all_reduce_s: float
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, the sum of the replicas' gradients included."""
+        return self.planned.estimate_s + self.all_reduce_s
 
 
 def microbatch_numbers(batch: int, num_ranks: int, *, least_rows: int = 1) -> tuple[int, ...]:
@@ -108,37 +116,34 @@ def choose(
     effort: str,
     tell: Callable[[Shape], None],
 ) -> Choice:
-    """The shape with the shortest step. Several are compared by quick plans; the best of them is planned in earnest.
+    """The shape with the shortest step. Several are compared by quick plans; the nearest are planned in earnest.
 
     Raises: PfeifeError, that of the shape with the most micro-batches on the longest pipeline, where none can be
     planned.
     """
-    attempts: list[Attempt] = []
-    for shape in candidates if len(candidates) > 1 else ():
+
+    def choice_of(shape: Shape, effort: str) -> Choice:
         tell(shape)
-        pipeline = num_ranks // shape.num_replicas
+        graph = graph_of(shape.rows)
+        planned = search(graph, num_ranks // shape.num_replicas, shape.num_microbatches, effort)
+        return Choice(
+            shape=shape, planned=planned, graph=graph, all_reduce_s=all_reduce_s(planned, graph, machine, shape)
+        )
+
+    if len(candidates) == 1:
+        return choice_of(candidates[0], effort)
+    attempts: list[Attempt] = []
+    for shape in candidates:
         try:
-            graph = graph_of(shape.rows)
-            planned = search(graph, pipeline, shape.num_microbatches, "quick")
+            attempts.append(Attempt(shape=shape, step_s=choice_of(shape, "quick").step_s))
         except PfeifeError as problem:
             attempts.append(Attempt(shape=shape, problem=problem))
-            continue
-        attempts.append(Attempt(shape=shape, step_s=planned.estimate_s + all_reduce_s(planned, graph, machine, shape)))
-    found = [attempt for attempt in attempts if attempt.step_s is not None]
-    if attempts and not found:
+    ranked = sorted((a for a in attempts if a.step_s is not None), key=lambda attempt: attempt.step_s or 0.0)
+    if not ranked:
         raise _hardest_try(attempts)
-    ranked = sorted(found, key=lambda attempt: attempt.step_s or 0.0)
-    best = ranked[0].shape if ranked else candidates[0]
-    tell(best)
-    graph = graph_of(best.rows)
-    planned = search(graph, num_ranks // best.num_replicas, best.num_microbatches, effort)
-    return Choice(
-        shape=best,
-        planned=planned,
-        graph=graph,
-        all_reduce_s=all_reduce_s(planned, graph, machine, best),
-        attempts=(*ranked, *(attempt for attempt in attempts if attempt.step_s is None)),
-    )
+    finalists = [a.shape for a in ranked[:_FINALISTS] if (a.step_s or 0.0) <= _CLOSE * (ranked[0].step_s or 0.0)]
+    best = min((choice_of(shape, effort) for shape in finalists), key=lambda choice: choice.step_s)
+    return replace(best, attempts=(*ranked, *(attempt for attempt in attempts if attempt.step_s is None)))
 
 
 def _hardest_try(attempts: Sequence[Attempt]) -> PfeifeError:

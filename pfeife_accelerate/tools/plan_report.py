@@ -36,8 +36,10 @@ def print_plan(console: Console, planned: Planned, graph: CostGraph, *, all_redu
         console.print(Text(line), soft_wrap=True)
     if planned.runners_up:
         console.print("the best of the other families:")
+    width = max((len(other.family) for other in planned.runners_up), default=0)
     for other in planned.runners_up:
-        console.print(Text(f"  {other.family:<12} {_ms(other.estimate_s):>9} ms  {other.why}"), soft_wrap=True)
+        time = "-" if other.estimate_s is None else f"{_ms(other.estimate_s)} ms"
+        console.print(Text(f"  {other.family:<{width}} {time:>12}  {other.why}"), soft_wrap=True)
 
 
 def stage_table(planned: Planned, graph: CostGraph) -> Table:
@@ -101,29 +103,25 @@ def _summary(planned: Planned, all_reduce_s: float) -> list[str]:
     lines = [
         f"order        {spec.family.value}, {spec.num_microbatches} micro-batches, {per_rank:g} stage(s) a rank",
         f"estimate     {_ms(planned.estimate_s)} ms a step",
-        f"lower bound  {_ms(bound.seconds)} ms ({bound.kind})",
+        f"lower bound  {_ms(bound.seconds)} ms ({bound.kind.value})",
     ]
     if bound.seconds > 0:
-        lines.append(f"gap          {100 * (planned.estimate_s / bound.seconds - 1):.1f} %")
+        lines.append(f"gap          {100 * planned.gap:.1f} %")
     if all_reduce_s:
         lines.append(f"all-reduce   {_ms(all_reduce_s)} ms more, to add up the gradients of the replicas")
     return lines
 
 
 def print_attempts(console: Console, attempts: Sequence[Attempt], best: Shape) -> None:
-    """What other numbers of micro-batches and replicas gave, compared by quick plans."""
-    if len(attempts) < 2:
+    """What other numbers of micro-batches and replicas gave."""
+    times_s = {attempt.shape: attempt.step_s for attempt in attempts}
+    best_s = times_s.get(best)
+    if best_s is None or len(attempts) < 2:
         return
-    least_s = min(attempt.step_s for attempt in attempts if attempt.step_s is not None)
     others = [attempt for attempt in attempts if attempt.shape != best]
-    console.print("also tried:")
+    console.print(f"also tried, compared by quick plans (that of the best took {_ms(best_s)} ms):")
     for attempt in others[:_MOST_ATTEMPTS]:
-        if attempt.step_s is not None:
-            slower = 100 * (attempt.step_s / least_s - 1)
-            why = f"{_ms(attempt.step_s)} ms, {slower:.1f} % slower"
-        else:
-            assert attempt.problem is not None
-            why = attempt.problem.what
+        why = attempt.problem.what if attempt.problem is not None else f"{_ms(attempt.step_s or 0.0)} ms"
         console.print(Text(f"  {attempt.shape}: {why}"), soft_wrap=True)
     if len(others) > _MOST_ATTEMPTS:
         console.print(f"  and {len(others) - _MOST_ATTEMPTS} more, slower or too large")

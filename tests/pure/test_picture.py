@@ -57,6 +57,11 @@ def test_numbers_of_two_digits_are_cut_where_they_leave_no_room():
     assert draw(long, num_ranks=1, width=10 + 9) == "rank 0 │12--2=7---│"
 
 
+def test_narrow_backwards_are_told_from_forwards():
+    narrow = timeline("0F0|0:1 0F1|1:2 0B0|2:3 0F2|3:4 0B1|4:6 0I2|6:7 0W2|7:8 0F13|8:10")
+    assert draw(narrow, num_ranks=1, width=10 + 9) == "rank 0 │01=21=+~3-│"
+
+
 def test_what_is_shorter_than_half_a_column_disappears():
     short = timeline("0F0|0:9.8 0F1|9.8:9.9 0F2|9.9:20")
     assert draw(short, num_ranks=1, width=10 + 9) == "rank 0 │0----2----│"

@@ -71,9 +71,26 @@ def test_small_micro_batches_win_until_their_overhead_does(machine):
     told = []
     free = chosen(candidates, machine(), told=told)
     assert free.shape.num_microbatches == 16
-    assert told == [*candidates, free.shape]  # all of them quickly, the best in earnest
+    assert told == [*candidates, free.shape]  # all of them quickly, what is near the best in earnest
     assert free.attempts[0].shape == free.shape
     assert chosen(candidates, machine(), overhead_s=3.0).shape.num_microbatches < 16
+
+
+def test_shapes_whose_quick_plans_are_close_are_planned_in_earnest(machine):
+    candidates = [Shape(num_replicas=1, num_microbatches=number, rows=1) for number in (1, 2, 3, 4, 5)]
+    quick = {1: 1.0, 2: 1.01, 3: 1.02, 4: 1.025, 5: 1.5}
+    full = {1: 1.0, 2: 0.9, 3: 0.95, 4: 0.5, 5: 0.4}
+    asked = []
+
+    def fake(graph, num_ranks, num_microbatches, effort):
+        asked.append((num_microbatches, effort))
+        times = quick if effort == "quick" else full
+        return replace(simple_plan(graph, num_ranks, num_microbatches), estimate_s=times[num_microbatches])
+
+    best = choose(candidates, graph_of, fake, machine(), 2, effort="full", tell=lambda shape: None)
+    assert [number for number, effort in asked if effort == "full"] == [1, 2, 3]
+    assert best.shape.num_microbatches == 2 and best.step_s == 0.9
+    assert [attempt.step_s for attempt in best.attempts] == sorted(quick.values())
 
 
 def test_what_does_not_fit_is_not_chosen_and_says_why(machine):
