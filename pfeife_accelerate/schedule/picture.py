@@ -1,8 +1,9 @@
 """A timeline as text: one line per rank, time to scale.
 
-Models: the computations, each as the number of its micro-batch and a filling that says what it is; of a backward that
-is one column wide, the filling alone. Ignores: transfers, and which of a rank's stages computes; what is shorter than
-half a column may not show.
+Models: the computations, each as the number of its micro-batch and a filling that says what it is. What leaves no room
+for a filling is the last digit of the number, or, to be told from a forward, a letter: a for 0 to j for 9 in a backward
+or its gradients of values, A to J in the gradients of parameters. Ignores: transfers, and which of a rank's stages
+computes; what is shorter than half a column may not show.
 
     rank 0 │0-1-2-3-....0===1===2===3===│
     rank 1 │..0-0===1-1===2-2===3-3===..│
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pfeife_accelerate.errors import assert_never
 from pfeife_accelerate.ir import Action, ActionKind, Interval, Timeline
 
-__all__ = ["Cell", "cells", "draw", "legend"]
+__all__ = ["Cell", "cells", "draw", "frame", "legend"]
 
 IDLE = "."
 _LEAST_COLUMNS = 10
@@ -51,12 +52,17 @@ def _line(intervals: Sequence[Interval], column_s: float, columns: int) -> tuple
 
 
 def _block(action: Action, width: int) -> list[Cell]:
-    number, filling = str(action.microbatch), _filling(action.kind)
-    if width == 1 and action.kind is not ActionKind.FORWARD:
-        number = filling  # digits alone would not tell it from a forward
-    # A number that leaves no room for the filling is cut to its last digit.
+    number = str(action.microbatch)
     label = number if len(number) < width else number[-1]
-    return [Cell(text=text, kind=action.kind) for text in label.ljust(width, filling)[:width]]
+    text = label.ljust(width, _filling(action.kind)) if width > 1 else _narrow(action) * width
+    return [Cell(text=letter, kind=action.kind) for letter in text]
+
+
+def _narrow(action: Action) -> str:
+    digit = action.microbatch % 10
+    if action.kind is ActionKind.FORWARD:
+        return str(digit)
+    return chr(ord("A" if action.kind is ActionKind.WEIGHT_GRADIENT else "a") + digit)
 
 
 def _filling(kind: ActionKind) -> str:
@@ -89,8 +95,8 @@ def frame(num_ranks: int) -> tuple[str, ...]:
     return tuple(f"rank {rank:>{digits}} " for rank in range(num_ranks))
 
 
-def legend(timeline: Timeline) -> str:
-    """What the fillings in the picture of this timeline mean."""
+def legend(timeline: Timeline, lines: Sequence[Sequence[Cell]]) -> str:
+    """What the signs in this picture mean, `cells` of that timeline."""
     words = {
         ActionKind.FORWARD: "forward",
         ActionKind.BACKWARD: "backward",
@@ -99,4 +105,10 @@ def legend(timeline: Timeline) -> str:
     }
     there = {interval.action.kind for interval in timeline.intervals}
     parts = [f"{_filling(kind)} {word}" for kind, word in words.items() if kind in there]
-    return ", ".join([*parts, f"{IDLE} idle"])
+    text = f"number of the micro-batch, then {', '.join([*parts, f'{IDLE} idle'])}"
+    letters = {cell.text for line in lines for cell in line if cell.text.isalpha()}
+    if any(letter.islower() for letter in letters):
+        text += "; a narrow backward is a letter, a for 0"
+    if any(letter.isupper() for letter in letters):
+        text += "; a narrow gradient of parameters a capital, A for 0"
+    return text

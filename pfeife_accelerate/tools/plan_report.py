@@ -85,15 +85,16 @@ def timeline_text(timeline: Timeline, num_ranks: int, width: int) -> Text:
     """The order to scale, coloured where the console has colours."""
     names = frame(num_ranks)
     columns = max(10, width - len(names[0]) - 2)
+    lines = cells(timeline, num_ranks=num_ranks, columns=columns)
     text = Text()
-    for name, line in zip(names, cells(timeline, num_ranks=num_ranks, columns=columns), strict=True):
+    for name, line in zip(names, lines, strict=True):
         text.append(f"{name}│")
         for cell in line:
             text.append(cell.text, style=_COLOURS[cell.kind] if cell.kind is not None else "dim")
         text.append("│\n")
     end = f"{_ms(timeline.makespan_s)} ms"
     text.append(" " * len(names[0]) + "0" + end.rjust(columns + 1) + "\n")
-    text.append(f"number of the micro-batch, then {legend(timeline)}")
+    text.append(legend(timeline, lines))
     return text
 
 

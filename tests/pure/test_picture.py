@@ -23,6 +23,10 @@ def timeline(*rows):
     return Timeline(intervals=tuple(intervals))
 
 
+def signs(drawn, columns, num_ranks=2):
+    return legend(drawn, cells(drawn, num_ranks=num_ranks, columns=columns))
+
+
 ONE_F_ONE_B = timeline(
     "0F0|0:2 0F1|2:4 0B0|8:12 0B1|14:18",
     "1F0|2:4 1B0|4:8 1F1|8:10 1B1|10:14",
@@ -38,8 +42,10 @@ def test_two_ranks_to_scale():
 def test_half_a_backward_has_a_filling_of_its_own():
     halves = timeline("0F0|0:3 0I0|3:6 0W0|6:9")
     assert draw(halves, num_ranks=1, width=18 + 9) == "rank 0 │0-----0+++++0~~~~~│"
-    assert legend(halves) == "- forward, + gradient of values, ~ gradient of parameters, . idle"
-    assert legend(ONE_F_ONE_B) == "- forward, = backward, . idle"
+    assert signs(halves, 18) == (
+        "number of the micro-batch, then - forward, + gradient of values, ~ gradient of parameters, . idle"
+    )
+    assert signs(ONE_F_ONE_B, 18) == "number of the micro-batch, then - forward, = backward, . idle"
 
 
 def test_the_width_is_kept_whatever_the_times():
@@ -59,7 +65,15 @@ def test_numbers_of_two_digits_are_cut_where_they_leave_no_room():
 
 def test_narrow_backwards_are_told_from_forwards():
     narrow = timeline("0F0|0:1 0F1|1:2 0B0|2:3 0F2|3:4 0B1|4:6 0I2|6:7 0W2|7:8 0F13|8:10")
-    assert draw(narrow, num_ranks=1, width=10 + 9) == "rank 0 │01=21=+~3-│"
+    assert draw(narrow, num_ranks=1, width=10 + 9) == "rank 0 │01a21=cC3-│"
+    assert signs(narrow, 10).endswith(
+        "; a narrow backward is a letter, a for 0; a narrow gradient of parameters a capital, A for 0"
+    )
+    whole = timeline("0F0|0:1 0B19|1:2 0F1|2:10")
+    assert draw(whole, num_ranks=1, width=10 + 9) == "rank 0 │0j1-------│"
+    assert signs(whole, 10).endswith("idle; a narrow backward is a letter, a for 0")
+    late = timeline("0F0|0:1 0I0|1:4 0W0|4:5 0F1|5:10")
+    assert signs(late, 10).endswith("idle; a narrow gradient of parameters a capital, A for 0")
 
 
 def test_what_is_shorter_than_half_a_column_disappears():
