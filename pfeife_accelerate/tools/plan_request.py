@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "configuration; may be repeated")  # fmt: skip
     parser.add_argument("--replicas", metavar="R", help="pipelines that share the ranks, or auto (1)")
     parser.add_argument("--memory", metavar="BYTES", help="of one device: 40GB, 38GiB")
-    parser.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of it to use (0.9)")
+    parser.add_argument(
+        "--memory-fraction", type=float, metavar="F", help="share of it to use (all of a graph's or --memory, else 0.9)"
+    )
     parser.add_argument("--schedule", default="auto", metavar="FAMILY", help="auto, or one family of orders")
     parser.add_argument("--backward", default="whole", choices=("whole", "split"), help="split: gradients of values "
                         "and of parameters may be planned apart")  # fmt: skip
@@ -89,7 +91,10 @@ class PlanRequest:
             value = vars(options)[name]
             if value is not None and value < 1:
                 raise _bad(f"--{name.replace('_', '-')} {value}", "it is at least 1")
-        if not 0 < options.memory_fraction <= 1:
+        fraction = options.memory_fraction
+        if fraction is None:  # a number that somebody chose is meant as it is
+            fraction = 1.0 if options.graph or options.memory else 0.9
+        if not 0 < fraction <= 1:
             raise _bad(f"--memory-fraction {options.memory_fraction}", "it is above 0 and at most 1")
         replicas = _replicas(options.replicas)
         if replicas is not None and options.ranks % replicas:
@@ -113,7 +118,7 @@ class PlanRequest:
             overrides=tuple(_override(text) for text in options.overrides or ()),
             num_replicas=replicas,
             memory_bytes=parse_bytes(options.memory) if options.memory else None,
-            memory_fraction=options.memory_fraction,
+            memory_fraction=fraction,
             schedule=options.schedule,
             backward=options.backward,
             recompute=options.recompute,
