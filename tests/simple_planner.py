@@ -24,6 +24,7 @@ def simple_plan(graph, num_ranks, num_microbatches, *, limit_bytes=40 * 2**30):
             state_bytes=3 * cost.param_bytes,
             activation_bytes=cost.saved_bytes * min(num_microbatches, num_ranks - rank),
             workspace_bytes=cost.workspace_bytes,
+            buffer_bytes=0,
             limit_bytes=limit_bytes,
         )
         for rank, cost in enumerate(stages)

@@ -59,5 +59,5 @@ def _room(slices: Slices, order: Order) -> Room:
     workspace = np.maximum(slices.forward_peak_bytes - slices.saved_bytes, slices.backward_workspace_bytes)[:, 0]
     largest = np.zeros(order.num_ranks)
     np.maximum.at(largest, slices.stage_ranks, workspace)
-    free = slices.problem.limits - slices.state_bytes[:, 0] - largest
+    free = slices.problem.limits - slices.state_bytes[:, 0] - slices.buffer_bytes[:, 0] - largest
     return Room(saved_bytes=tuple(slices.saved_bytes[:, 0].tolist()), free_bytes=tuple(free.tolist()))

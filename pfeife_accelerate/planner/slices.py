@@ -205,6 +205,22 @@ class Slices:
         return workspace + again
 
     @cached_property
+    def buffer_bytes(self) -> Floats:
+        """Of each rank: one message under way on each of its links, in each direction, the largest there is."""
+        sizes, gradients = self.message_bytes
+        largest: dict[tuple[int, int], Floats] = {}
+        for message, there, back in zip(self.messages, sizes, gradients, strict=True):
+            source, target = int(self.stage_ranks[message.producer_stage]), message.consumer_rank
+            if source != target:
+                for link, size in (((source, target), there), ((target, source), back)):
+                    largest[link] = np.maximum(largest[link], size) if link in largest else size
+        total = np.zeros((self.problem.num_ranks, len(self)))
+        for (source, target), size in largest.items():
+            total[source] += size
+            total[target] += size
+        return total
+
+    @cached_property
     def stage_param_bytes(self) -> Floats:
         """Parameters that each stage reads."""
         total = self._sum(self.problem.param_bytes)

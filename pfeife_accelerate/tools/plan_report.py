@@ -64,7 +64,7 @@ def stage_table(planned: Planned, graph: CostGraph) -> Table:
 
 def memory_table(planned: Planned) -> Table:
     """One row for each rank: what its peak consists of."""
-    table = Table("rank", "parameters", "gradients, optimizer", "activations", "workspace", "peak", "limit",
+    table = Table("rank", "parameters", "gradients, optimizer", "activations", "workspace", "messages", "peak", "limit",
                   title="Memory at the peak")  # fmt: skip
     for column in table.columns:
         column.justify = "right"
@@ -74,6 +74,7 @@ def memory_table(planned: Planned) -> Table:
             memory.state_bytes,
             memory.activation_bytes,
             memory.workspace_bytes,
+            memory.buffer_bytes,
             memory.peak_bytes,
             memory.limit_bytes,
         )
