@@ -23,6 +23,7 @@ _STEPS = (1, 2, 3, 5, 8, 13, 21, 34)
 _SHARES = (0.03, 0.1, 0.2, 0.4, 0.8)  # of a mean stage's time, moved from one stage to another
 _ENDS = 6  # stages looked at as givers, and as takers
 _MERGED = 40
+_GROUP = 64
 _MOST_MOVES = 160
 _SHORT = 2
 _LEAST_GAIN = 1e-7
@@ -75,16 +76,21 @@ def _round(valuation: Valuation, index: Ints, value: float) -> tuple[Ints, float
     candidates = np.concatenate((_single_moves(valuation, index, weights), _transfers(valuation, index, weights)))
     if not len(candidates):
         return None
-    values = valuation.values(positions[candidates])
-    by_value = np.argsort(values, kind="stable")
-    better = [int(i) for i in by_value if values[i] < value * (1 - _LEAST_GAIN)][:_MERGED]
-    if not better:
-        return None
-    merged = _merged(index, candidates[better])
-    values_merged = valuation.values(positions[merged])
-    best = int(values_merged.argmin())
-    value = float(valuation.values(positions[merged[best]][None])[0])
-    return (merged[best], value) if value < before else None
+    # Not all are needed: the first group with something better in it will do. Groups are mixed, but always the same.
+    candidates = candidates[np.random.default_rng(len(candidates)).permutation(len(candidates))]
+    for first in range(0, len(candidates), _GROUP):
+        group = candidates[first : first + _GROUP]
+        values = valuation.values(positions[group])
+        by_value = np.argsort(values, kind="stable")
+        better = [int(i) for i in by_value if values[i] < before * (1 - _LEAST_GAIN)][:_MERGED]
+        if not better:
+            continue
+        merged = _merged(index, group[better])
+        best = merged[int(valuation.values(positions[merged]).argmin())]
+        value = float(valuation.values(positions[best][None])[0])
+        if value < before:
+            return best, value
+    return None
 
 
 def _path_weights(valuation: Valuation, index: Ints) -> tuple[Floats, Floats, Floats]:

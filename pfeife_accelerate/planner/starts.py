@@ -20,7 +20,7 @@ from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order, numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
-__all__ = ["Start", "family_name", "specs", "starting_cuts", "starts"]
+__all__ = ["Start", "family_name", "order_for", "specs", "starting_cuts", "starts"]
 
 _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
@@ -163,7 +163,7 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
             is_looped = spec.family is ScheduleFamily.LOOPED and problem.options.prefetch_forwards is None
             if is_looped and spec.microbatches_per_loop in fitting and problem.options.family is None:
                 continue
-            order = _order(problem, spec)
+            order = order_for(problem, spec)
             ranks = order.stage_ranks
             if ranks not in placements:
                 placements[ranks] = [
@@ -205,6 +205,7 @@ def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
         yield Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best]))
 
 
-def _order(problem: Problem, spec: ScheduleSpec) -> Order:
+def order_for(problem: Problem, spec: ScheduleSpec) -> Order:
+    """The order of a family, in halves where the problem wants that."""
     order = numbered(spec)
     return split_backwards(order) if problem.is_split and not order.is_split else order
