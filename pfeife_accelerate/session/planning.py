@@ -32,7 +32,7 @@ from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
 from pfeife_accelerate.session.plan_cache import PlanCache, write_plan
 
 _LOG = get_logger(__name__)
-_MEASURING_S = 20.0  #: for all sizes of micro-batches together
+_PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 
 
 def agree_on_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device) -> PipelinePlan:
@@ -144,7 +144,7 @@ def _new_plan(plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torc
         costs = CostTable(ops=_costs(call, number, device, profiles, budget_s))
         return make_plan(_graph(call, number), costs, machine, mesh.pipeline_size, number, _search_options(plugin))
 
-    plan = fastest(plan_for, candidates(plugin, call, mesh.pipeline_size), _MEASURING_S)
+    plan = fastest(plan_for, candidates(plugin, call, mesh.pipeline_size), _PLANNING_S)
     _LOG.info("plan\n%s", describe(plan))
     return plan
 
