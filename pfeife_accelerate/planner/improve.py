@@ -28,7 +28,7 @@ __all__ = ["improved", "is_small", "lifted", "selected", "shaken", "tried_out"]
 
 _BEAM = 5  # starts that are improved where the cuts are given
 _FINE = 10  # starts that see all profiles, and are improved
-_FIRST_ROUNDS = 4
+_FIRST_ROUNDS = 12
 _SHARE = 0.4  # of what is left, that one such selection may take
 _TURNS = 4
 _SHAKES = 400

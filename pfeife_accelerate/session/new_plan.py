@@ -27,7 +27,7 @@ from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
 __all__ = ["TrainingState", "graph_of", "new_plan", "search_options"]
 
 _LOG = get_logger(__name__)
-_MEASURING_S = 20.0  #: for all sizes of micro-batches together
+_PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 
 #: Bytes that training keeps of each parameter on a device, and seconds of its optimizer step.
 TrainingState: TypeAlias = Callable[[DeviceSpec], Mapping[str, tuple[int, float]]]
@@ -67,7 +67,7 @@ def new_plan(
             wanted = replace(wanted, cuts=cuts_at(ops, options.split_points, mesh.pipeline_size * loops))
         return pipeline_plan(make_plan(graph, machine, mesh.pipeline_size, number, wanted), ops)
 
-    chosen = fastest(quick_plan, candidates(plugin, call, mesh.pipeline_size), _MEASURING_S)
+    chosen = fastest(quick_plan, candidates(plugin, call, mesh.pipeline_size), _PLANNING_S)
     plan = plan_for(chosen.spec.num_microbatches, "full")
     _LOG.info("plan\n%s", describe(plan))
     return plan
