@@ -73,7 +73,7 @@ def _effort_s(problem: Problem) -> float:
     """Seconds of an ordinary core that the search may take: enough to settle small models, bounded for large ones."""
     operations = len(problem.graph.nodes)
     size = operations * problem.num_ranks * problem.num_microbatches
-    return min(0.1 + 1.6e-3 * operations + 5e-5 * size, 3.8) + min(1.5e-8 * size, 20.0)
+    return min(0.1 + 2e-5 * operations**2 + 5e-5 * size, 3.6) + min(1.5e-8 * size, 20.0)
 
 
 def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:

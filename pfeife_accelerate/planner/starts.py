@@ -26,6 +26,7 @@ _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
 _ENOUGH_STAGES = 128
 _MOST_ROUNDS = 14
+_KEPT = 14  # starts that go on
 _MOST_BETWEEN = 60
 
 
@@ -170,13 +171,25 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
                     Slices(problem, cuts[i : i + 64], ranks, nearest_only=True) for i in range(0, len(cuts), 64)
                 ]
             valuation = Valuation(problem, order, effort)
-            best = int(np.concatenate([valuation.value(slices) for slices in placements[ranks]]).argmin())
-            value = float(valuation.values(cuts[best][None])[0])
-            found.append(Start(spec=spec, order=order, cuts=cuts[best], value=value))
-            if is_looped and value < MISFIT_S:
+            values = np.concatenate([valuation.value(slices) for slices in placements[ranks]])
+            best = int(values.argmin())
+            found.append(Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best])))
+            if is_looped and values[best] < MISFIT_S:
                 fitting.add(spec.microbatches_per_loop)
     found += _between_loops(problem, effort)
-    return sorted((start for start in found if np.isfinite(start.value)), key=lambda start: start.value)
+    return _exactly(problem, [start for start in found if np.isfinite(start.value)], effort)
+
+
+def _exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start]:
+    """The best of all, and the best of each family, with all that they send: the first look left some out."""
+    found.sort(key=lambda start: start.value)
+    first = {start.family: start for start in reversed(found)}
+    chosen = [start for number, start in enumerate(found) if number < _KEPT or first[start.family] is start]
+    exact = []
+    for start in chosen:
+        value = float(Valuation(problem, start.order, effort).values(start.cuts[None])[0])
+        exact.append(replace(start, value=value))
+    return sorted((start for start in exact if np.isfinite(start.value)), key=lambda start: start.value)
 
 
 def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
@@ -200,7 +213,8 @@ def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
         order = looped_order(placement, number, block=min(ranks, number), prefetch=ranks - 1)
         order = split_backwards(order) if problem.is_split else order
         cuts = np.concatenate((equal_time_cuts(problem, stages)[None], shaped_cuts(problem, np.ones((1, stages)))))
-        values = Valuation(problem, order, effort).values(cuts)
+        slices = Slices(problem, cuts, placement, nearest_only=True)
+        values = Valuation(problem, order, effort).value(slices)
         best = int(values.argmin())
         yield Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best]))
 
