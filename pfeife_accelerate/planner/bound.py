@@ -55,9 +55,12 @@ def lower_bound(problem: Problem) -> LowerBound:
     chain = first if problem.is_split else both
     optimizer = np.zeros(len(nodes))
     owners: dict[int, float] = {}
+    seen: set[tuple[int, int]] = set()
     for index, use in problem.uses:
-        optimizer[index] += use.optimizer_s
-        owners[use.owner] = use.optimizer_s
+        lasts = owners.setdefault(use.owner, use.optimizer_s)  # as everywhere, the first use tells what all are
+        if (index, use.owner) not in seen:
+            optimizer[index] += lasts
+            seen.add((index, use.owner))
     number, ranks = problem.num_microbatches, problem.num_ranks
     work = number * float((forward + both).sum()) + float(np.sort(heads)[:ranks].sum())
     # The last job of a rank may be a weight gradient: then no chain of others need follow.
@@ -66,8 +69,8 @@ def lower_bound(problem: Problem) -> LowerBound:
     node = node + (optimizer if problem.is_split else np.maximum(tails, optimizer))
     bounds = {
         BoundKind.WORK: (work + max(sum(owners.values()), after)) / ranks,
-        BoundKind.NODE: float(node.max(initial=0.0)),
         BoundKind.PATH: float((heads + forward + chain + tails).max(initial=0.0)),
+        BoundKind.NODE: float(node.max(initial=0.0)),
     }
     kind = max(bounds, key=lambda kind: bounds[kind])
     return LowerBound(seconds=bounds[kind], kind=kind)

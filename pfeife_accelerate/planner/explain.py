@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import ScheduleFamily
 from pfeife_accelerate.planner.memory import MemoryProfile, RankMemory
 from pfeife_accelerate.planner.planned import RunnerUp
 from pfeife_accelerate.planner.problem import Problem
-from pfeife_accelerate.planner.starts import Start, specs, starts
+from pfeife_accelerate.planner.starts import Start, loops, specs, starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, validate
 
 __all__ = ["does_not_fit", "nothing_runs", "runners_up"]
 
 _GIB = 2.0**30
+_EQUAL = 1e-9  # relative: times are sums of the same numbers in another order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,10 @@ def _idle(problem: Problem, start: Start, recompute: Sequence[int] = ()) -> _Idl
 
 def _reason(problem: Problem, start: Start, best_s: float, winner: _Idle) -> str:
     lost_s = start.value - best_s
+    number = start.spec.num_loops
+    stages = f"with {number} stage{'s' * (number > 1)} a rank"
+    if lost_s <= _EQUAL * best_s:
+        return f"as fast, {stages}"
     idle = _idle(problem, start)
     parts = {
         "ranks wait longer at the start and the end": idle.ramps_s - winner.ramps_s,
@@ -79,8 +85,7 @@ def _reason(problem: Problem, start: Start, best_s: float, winner: _Idle) -> str
         "the slowest rank has more to do": idle.imbalance_s - winner.imbalance_s,
     }
     most = max(parts, key=lambda text: parts[text])
-    loops = start.spec.num_loops
-    return f"{lost_s * 1e3:.2f} ms more with {loops} stage{'s' * (loops > 1)} a rank: {most}"
+    return f"{lost_s * 1e3:.2f} ms more {stages}: {most}"
 
 
 def _memory(problem: Problem, start: Start) -> tuple[RankMemory, ...]:
@@ -99,8 +104,7 @@ def _misfit(problem: Problem, start: Start) -> str:
 
 def nothing_runs(problem: Problem) -> PfeifeError:
     """Every order that the user allows deadlocks: the picture of the first."""
-    loops = problem.options.num_loops or 1
-    schedule = build(next(iter(specs(problem, loops))))
+    schedule = build(next(spec for num_loops in loops(problem) for spec in specs(problem, num_loops)))
     from pfeife_accelerate.schedule import chain_messages, lower
 
     try:
@@ -141,24 +145,33 @@ def _changes(problem: Problem) -> list[str]:
         if _fits(_smaller_microbatches(problem, factor)):
             found.append(f"{number * factor} micro-batches, each {factor} times smaller")
             break
-    most = len(problem.positions) + 1
-    for ranks in sorted({problem.num_ranks + extra for extra in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 56, 120, 248)}):
-        if ranks <= most and _fits(replace(problem, num_ranks=ranks)):
+    most = len(problem.positions) + 1 if problem.options.cuts is None else 0
+    least_loops = 2 if problem.options.family is ScheduleFamily.ZB_V else 1
+    # Of several kinds of device nobody knows which one would be added.
+    more = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 56, 120, 248) if len(problem.machine.devices) == 1 else ()
+    for ranks in (problem.num_ranks + extra for extra in more):
+        if ranks * (problem.options.num_loops or least_loops) <= most and _fits(replace(problem, num_ranks=ranks)):
             found.append(f"{ranks} processes")
             break
-    return found or ["a device with more memory, or a smaller model: more processes alone do not help"]
+    nothing = "a device with more memory, or a smaller model"
+    return found or [f"{nothing}: more processes alone do not help" if most and more else nothing]
 
 
 def _fits(problem: Problem, *, recompute: bool = False) -> bool:
     from pfeife_accelerate.planner.recompute import with_recomputation
 
-    options = replace(problem.options, effort="quick", schedule="1f1b", num_loops=None, cuts=None, prefetch_forwards=0,
-                      microbatches_per_loop=None)  # fmt: skip
-    quick = replace(problem, options=options)
+    options = problem.options
+    wishes = (
+        options.family, options.num_loops, options.microbatches_per_loop, options.prefetch_forwards, options.cuts,
+    )  # fmt: skip
+    if all(wish is None for wish in wishes):
+        # Of all that the search would try this needs about the least memory.
+        options = replace(options, schedule="1f1b", prefetch_forwards=0)
+    quick = replace(problem, options=replace(options, effort="quick"))
     begun = starts(quick, Effort(left_s=np.inf))
     if not begun:
         return False
-    start = with_recomputation(quick, begun)[0] if recompute else begun[0]
+    start = with_recomputation(quick, begun)[0] if recompute or options.recompute == "auto" else begun[0]
     return start.value < MISFIT_S
 
 

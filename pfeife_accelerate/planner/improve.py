@@ -19,7 +19,7 @@ from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.refine import Refined, refine, shake
 from pfeife_accelerate.planner.reorder import reorder
-from pfeife_accelerate.planner.starts import Start, order_for, starting_cuts
+from pfeife_accelerate.planner.starts import Start, by_value, order_for, starting_cuts
 from pfeife_accelerate.planner.valuation import Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order
 from pfeife_accelerate.schedule.order import split_backwards
@@ -37,19 +37,20 @@ _FINALISTS = 2
 _TURNS_OF_ALL = 2
 _EXHAUSTIVE = 60_000  # slicings times orders that are tried out rather than searched
 _EXHAUSTIVE_OPERATIONS = 24
+_LOOKED_AT_ALONE = 4  # of those, for each order: see `Valuation.value`
 
 
 def improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     """The best that can be made of the starts."""
     if problem.options.cuts is not None:
         finished = [_reordered(problem, start, effort) for start in begun[:_BEAM]]
-        return min(finished, key=lambda start: start.value)
+        return min(finished, key=by_value)
     return shaken(problem, selected(problem, begun, effort), effort)
 
 
 def tried_out(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     """The best of all slicings there are, for each order."""
-    return _reordered(problem, min(_all_slicings(problem, begun), key=lambda start: start.value), effort)
+    return _reordered(problem, min(_all_slicings(problem, begun), key=by_value), effort)
 
 
 def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start]:
@@ -59,7 +60,7 @@ def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start
     of them alone.
     """
     chosen = [_on_all_profiles(problem, start, effort) for start in _varied(begun, _FINE)]
-    chosen.sort(key=lambda start: start.value)
+    chosen.sort(key=by_value)
     rounds, finalists = _FIRST_ROUNDS, chosen[:1]
     while len(chosen) > 1 and not effort.is_spent:
         least_s = effort.left_s * (1 - _SHARE)
@@ -67,7 +68,7 @@ def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start
         for start in chosen:
             if len(turned) < 2 or effort.left_s > least_s:
                 turned.append(_by_turns(problem, start, effort, rounds))
-        turned.sort(key=lambda start: start.value)
+        turned.sort(key=by_value)
         chosen, finalists = turned[: len(turned) // 2], turned[:_FINALISTS]
         rounds *= 4
     return finalists
@@ -91,7 +92,7 @@ def lifted(problem: Problem, start: Start, effort: Effort) -> Start | None:
     for spec, order in pairs:
         value = float(Valuation(problem, order, effort).values(start.cuts[None])[0])
         found.append(Start(spec=spec, order=order, cuts=start.cuts, value=value))
-    best = min(found, key=lambda start: start.value)
+    best = min(found, key=by_value)
     if not np.isfinite(best.value):
         return None
     return _reordered(problem, best, effort) if start.spec.family is ScheduleFamily.LIST else best
@@ -160,7 +161,7 @@ def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
         if effort.is_spent:
             break
         if turn == _TURNS_OF_ALL * len(finalists):
-            current = [min(current, key=lambda start: start.value)]
+            current = [min(current, key=by_value)]
         which = turn % len(current)
         start = current[which]
         valuation = Valuation(problem, start.order, effort)
@@ -172,7 +173,7 @@ def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
             best = shake(valuation, best, generator)
         shaken = replace(start, cuts=best.cuts, value=best.value)
         current[which] = _reordered(problem, shaken, effort)
-    return min(current, key=lambda start: start.value)
+    return min(current, key=by_value)
 
 
 def is_small(problem: Problem, begun: list[Start]) -> bool:
@@ -190,6 +191,6 @@ def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
     for start in begun:
         chosen = list(combinations(problem.positions.tolist(), start.order.num_stages - 1))
         cuts = np.asarray(chosen, dtype=np.int64).reshape(len(chosen), -1)
-        values = Valuation(problem, start.order, unlimited).values(cuts)
-        best = int(values.argmin())
-        yield replace(start, cuts=cuts[best], value=float(values[best]))
+        valuation = Valuation(problem, start.order, unlimited)
+        nearest = cuts[np.argsort(valuation.values(cuts), kind="stable")[:_LOOKED_AT_ALONE]]
+        yield min((replace(start, cuts=c, value=valuation.exact(c)) for c in (start.cuts, *nearest)), key=by_value)

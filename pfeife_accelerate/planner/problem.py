@@ -40,7 +40,8 @@ class Problem:
     @property
     def is_split(self) -> bool:
         """Whether the backward is planned in halves, input gradient and weight gradient."""
-        return self.options.backward == "split"
+        family = self.options.family
+        return self.options.backward == "split" or (family is not None and family.splits_backward)
 
     def limit_bytes(self, rank: int) -> int:
         """The memory that a plan may use on a rank."""
@@ -81,22 +82,23 @@ class Problem:
     @cached_property
     def _peaks(self) -> list[Floats]:
         """Sparse table: row k holds, for each operation, the highest memory in the 2**k operations from there."""
-        own = self.saved_bytes[1:] + np.asarray([node.workspace_bytes for node in self.graph.nodes], dtype=np.float64)
-        rows = [own]
-        while 2 ** len(rows) <= len(own):
-            half = 2 ** (len(rows) - 1)
-            rows.append(np.maximum(rows[-1][:-half], rows[-1][half:]))
-        return rows
+        return _sparse_table(self.saved_bytes[1:] + self._workspaces)
+
+    @cached_property
+    def _workspaces(self) -> Floats:
+        return np.asarray([node.workspace_bytes for node in self.graph.nodes], dtype=np.float64)
+
+    @cached_property
+    def _largest_workspaces(self) -> list[Floats]:
+        return _sparse_table(self._workspaces)
 
     def peak_bytes(self, first: Ints, last: Ints) -> Floats:
         """The most that operations [first, last) hold while they run, kept bytes included; arrays of any one shape."""
-        level = np.floor(np.log2(np.maximum(last - first, 1))).astype(np.int64)
-        highest = np.empty(first.shape)
-        for k in np.unique(level):
-            here = level == k
-            row = self._peaks[int(k)]
-            highest[here] = np.maximum(row[first[here]], row[last[here] - 2 ** int(k)])
-        return highest - self.saved_bytes[first]
+        return _highest(self._peaks, first, last) - self.saved_bytes[first]
+
+    def workspace_bytes(self, first: Ints, last: Ints) -> Floats:
+        """The most that operations [first, last) hold while they run where none of them keeps anything."""
+        return _highest(self._largest_workspaces, first, last)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -170,14 +172,16 @@ class Problem:
     def positions(self) -> Ints:
         """Legal cuts worth a look, increasing.
 
-        Between two of the same prefix sums only the one with the least crossing bytes differs to the clock; where
-        there are too many, one of each stretch of the graph stays.
+        Between two of the same prefix sums, of time and of memory, only the one with the least crossing bytes differs;
+        where there are too many, one of each stretch of the graph stays.
         """
         legal = np.asarray(self.graph.legal_cuts, dtype=np.int64)
         if len(legal) <= _ALL_POSITIONS:
             return legal
-        _, plateau = np.unique(self.work_s[legal], return_inverse=True)
-        legal = self._cheapest(legal, plateau)
+        sums = np.stack([self.work_s[legal], self.saved_bytes[legal], self.state_bytes[legal]])
+        apart = self._cheapest(legal, np.cumsum(np.concatenate(([0], np.diff(sums).any(axis=0)))))
+        if len(apart) >= max(_ALL_POSITIONS, self.num_ranks * (self.options.num_loops or 1)):
+            legal = apart
         if len(legal) > MAX_POSITIONS:
             # Half of the stretches are equal in time, half in number: a few long operations starve nobody.
             half = MAX_POSITIONS // 2
@@ -190,6 +194,25 @@ class Problem:
         order = np.lexsort((positions, self.crossing_bytes[positions], group))
         first = np.concatenate(([True], np.diff(group[order].astype(np.int64)) > 0))
         return np.sort(positions[order][first])
+
+
+def _sparse_table(values: Floats) -> list[Floats]:
+    rows = [values]
+    while 2 ** len(rows) <= len(values):
+        half = 2 ** (len(rows) - 1)
+        rows.append(np.maximum(rows[-1][:-half], rows[-1][half:]))
+    return rows
+
+
+def _highest(table: list[Floats], first: Ints, last: Ints) -> Floats:
+    """The highest value from `first` to before `last`, by two rows that overlap."""
+    level = np.floor(np.log2(np.maximum(last - first, 1))).astype(np.int64)
+    highest = np.empty(first.shape)
+    for k in np.unique(level):
+        here = level == k
+        row = table[int(k)]
+        highest[here] = np.maximum(row[first[here]], row[last[here] - 2 ** int(k)])
+    return highest
 
 
 def _prefix(values: Sequence[float] | Floats) -> Floats:

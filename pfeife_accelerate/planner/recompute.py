@@ -22,7 +22,9 @@ _TRIED = 24
 
 def with_recomputation(problem: Problem, begun: Sequence[Start]) -> tuple[Start, tuple[int, ...]]:
     """The best start with the stages that recompute; a start that does not fit even so where none does."""
-    found = [_fitted(problem, start) for start in begun[:_TRIED]]
+    first = {start.family: start for start in reversed(begun)}
+    tried = sorted(begun, key=lambda start: first[start.family] is not start)[:_TRIED]
+    found = [_fitted(problem, start) for start in tried]
     return min(found, key=lambda pair: pair[0].value)
 
 

@@ -27,8 +27,8 @@ from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.recompute import with_recomputation
 from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
-from pfeife_accelerate.planner.starts import Start, starts
-from pfeife_accelerate.planner.valuation import MISFIT_S, Effort
+from pfeife_accelerate.planner.starts import Start, by_value, starts
+from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, lower
 from pfeife_accelerate.schedule.order import order_of, schedule_of
 
@@ -58,7 +58,9 @@ def make_plan(
         num_microbatches=num_microbatches,
         options=options or SearchOptions(),
     )
-    best, begun = _searched(problem, Effort(left_s=_effort_s(problem)))
+    effort = Effort(left_s=_effort_s(problem))
+    best, begun = _searched(problem, effort)
+    best = replace(best, value=Valuation(problem, best.order, effort).exact(best.cuts))
     recompute: tuple[int, ...] = ()
     if best.value >= MISFIT_S and problem.options.recompute == "auto":
         best, recompute = with_recomputation(problem, [best, *begun])
@@ -93,7 +95,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
     effort.spend(-first.left_s)
     families = {start.family: start for start in reversed(begun)}
     lifts = [lifted(problem, start, effort) for start in (*chosen, *families.values())]
-    found = sorted((start for start in lifts if start is not None), key=lambda start: start.value)
+    found = sorted((start for start in lifts if start is not None), key=by_value)
     if not found:  # rare: what runs with few micro-batches runs with more
         begun = starts(problem, effort)
         return improved(problem, begun, effort), begun

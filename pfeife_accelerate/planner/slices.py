@@ -1,7 +1,8 @@
 """What slicings make of a graph: the costs of stages and of what they send, for many slicings at once.
 
 Models: sums by prefix; tensors sent directly from producer to each rank that reads them, once; parameters and optimizer
-steps once a rank; a stage that recomputes keeps its inputs alone and runs its forward again in the backward.
+steps once a rank; a stage that recomputes keeps its inputs alone and runs its forward again in the backward, in each
+half of it where there are two.
 Ignores: order and overlap.
 
 Legend: arrays have a row for each stage, message or rank, and a column for each slicing.
@@ -66,7 +67,8 @@ class Slices:
         """Seconds of each stage's backward, whole or in its two halves, without the host's."""
         halves = self._sum(self.problem.backward_input_s), self._sum(self.problem.backward_weight_s)
         again = self.forward_s * self.recompute[:, None]
-        return (halves[0] + again, halves[1]) if self.problem.is_split else (halves[0] + halves[1] + again,)
+        # What the first half computed again is not kept for the second, which may come much later.
+        return (halves[0] + again, halves[1] + again) if self.problem.is_split else (halves[0] + halves[1] + again,)
 
     @cached_property
     def backward_weight_s(self) -> Floats:
@@ -195,7 +197,8 @@ class Slices:
         peak = self.problem.peak_bytes(self.first, self.last)
         if not self.recompute.any():
             return peak
-        return np.where(self.recompute[:, None], peak - self._sum(self.problem.saved_bytes) + self.input_bytes, peak)
+        again = self.problem.workspace_bytes(self.first, self.last) + self.input_bytes
+        return np.where(self.recompute[:, None], again, peak)
 
     @cached_property
     def backward_workspace_bytes(self) -> Floats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order, numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
-__all__ = ["Start", "family_name", "order_for", "specs", "starting_cuts", "starts"]
+__all__ = ["Start", "by_value", "family_name", "order_for", "specs", "starting_cuts", "starts"]
 
 _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
@@ -38,6 +39,7 @@ class Start:
     order: Order
     cuts: Ints
     value: float
+    peak_bytes: float = 0.0  #: of the fullest rank, where it has been looked at
 
     @property
     def family(self) -> str:
@@ -60,7 +62,7 @@ def loops(problem: Problem) -> tuple[int, ...]:
     options, ranks = problem.options, problem.num_ranks
     most = len(problem.positions) + 1
     if options.cuts is not None:
-        return (max(1, (len(options.cuts) + 1) // ranks),)
+        return (_loops_of_cuts(problem, options.cuts),)
     if options.num_loops is not None:
         if options.num_loops * ranks > most:
             raise _too_few_cuts(problem, options.num_loops * ranks)
@@ -71,8 +73,26 @@ def loops(problem: Problem) -> tuple[int, ...]:
     if family in (ScheduleFamily.ONE_F_ONE_B, ScheduleFamily.ZB_H1) or ranks == 1:
         return (1,)
     if family is ScheduleFamily.ZB_V:
+        if 2 * ranks > most:
+            raise _too_few_cuts(problem, 2 * ranks)
         return (2,)
     return tuple(v for v in _LOOPS if v == 1 or (v * ranks <= most and _is_looked_at(problem, v)))
+
+
+def _loops_of_cuts(problem: Problem, cuts: tuple[int, ...]) -> int:
+    legal, wanted = set(problem.graph.legal_cuts), problem.options.num_loops
+    num_loops, rest = divmod(len(cuts) + 1, problem.num_ranks)
+    wrong = [cut for cut in cuts if cut not in legal]
+    problems = (
+        (bool(wrong), f"no cut is legal at {wrong}"),
+        (any(cut >= later for cut, later in pairwise(cuts)), "each cut comes after the one before it"),
+        (bool(rest), f"{len(cuts) + 1} stages are no multiple of {problem.num_ranks} ranks"),
+        (wanted not in (None, num_loops), f"{len(cuts) + 1} stages are {num_loops} a rank, not num_loops={wanted}"),
+    )
+    for is_wrong, why in problems:
+        if is_wrong:
+            raise PfeifeError(id="PF308", what=f"impossible cuts {list(cuts)}", why=why)
+    return num_loops
 
 
 def _is_looked_at(problem: Problem, num_loops: int) -> bool:
@@ -149,7 +169,7 @@ def starting_cuts(problem: Problem, num_stages: int, *, fine: bool) -> Ints:
 
 
 def starts(problem: Problem, effort: Effort) -> list[Start]:
-    """Every order on the best of the starting cuts, the best first.
+    """Every order on the best of the starting cuts, the best first; of equally fast ones those with less memory.
 
     Less prefetch than there can be is looked at where that does not fit, and with one stage a rank.
     """
@@ -182,14 +202,21 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
 
 def _exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start]:
     """The best of all, and the best of each family, with all that they send: the first look left some out."""
-    found.sort(key=lambda start: start.value)
+    found.sort(key=by_value)
     first = {start.family: start for start in reversed(found)}
     chosen = [start for number, start in enumerate(found) if number < _KEPT or first[start.family] is start]
     exact = []
     for start in chosen:
-        value = float(Valuation(problem, start.order, effort).values(start.cuts[None])[0])
-        exact.append(replace(start, value=value))
-    return sorted((start for start in exact if np.isfinite(start.value)), key=lambda start: start.value)
+        valuation = Valuation(problem, start.order, effort)
+        value = valuation.exact(start.cuts)
+        peak = float(valuation.memory.peaks(valuation.slices(start.cuts[None])).max())
+        exact.append(replace(start, value=value, peak_bytes=peak))
+    return sorted((start for start in exact if np.isfinite(start.value)), key=by_value)
+
+
+def by_value(start: Start) -> tuple[float, float]:
+    """Sums of the same times in another order differ in their last digits: these do not count, memory does then."""
+    return float(f"{start.value:.9g}"), start.peak_bytes
 
 
 def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:

@@ -83,8 +83,19 @@ class Valuation:
         found = [self.value(self.slices(cuts[first : first + step])) for first in range(0, len(cuts), step)]
         return np.concatenate(found) if found else np.empty(0)
 
+    def exact(self, cuts: Ints) -> float:
+        """The value of one slicing by its own messages alone: a stage waits for nothing that others of a batch send."""
+        slices = self.slices(cuts[None])
+        known = self.graph(slices.messages).messages
+        alone = self if known == slices.messages else Valuation(self.problem, self.order, self.effort, self.recompute)
+        return float(alone.value(slices)[0])
+
     def value(self, slices: Slices) -> Floats:
-        """The value of each slicing; infinite where the order cannot run."""
+        """The value of each slicing; infinite where the order cannot run.
+
+        In a batch a slicing also waits for what it reads only in others, where that is sent in no time: never less
+        than its `exact` value, and more only where a stage does not depend on all stages before it.
+        """
         graph = self.graph(slices.messages)
         if not graph.runs:
             return np.full(len(slices), np.inf)
