@@ -88,17 +88,19 @@ class Slices:
         return np.concatenate((*rows, seconds, (back > 0) * (latency + back / rate)))
 
     def durations_for(self, messages: Messages) -> Floats:
-        """`durations` with the rows of other messages, which include ours; those that no slicing has take nothing."""
+        """`durations` for other messages: those that no slicing has take nothing, what only slicings have is left out."""
         if messages == self.messages:
             return self.durations
         own, others = len(self.messages), len(messages)
         jobs = len(self.durations) - 2 * own
         place = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(messages)}
-        rows = np.asarray([place[m.producer_stage, m.consumer_rank] for m in self.messages], dtype=np.int64)
+        found = [place.get((m.producer_stage, m.consumer_rank), -1) for m in self.messages]
+        rows = np.asarray(found, dtype=np.int64)
+        known = np.flatnonzero(rows >= 0)
         table = np.zeros((jobs + 2 * others, len(self)))
         table[:jobs] = self.durations[:jobs]
-        table[jobs + rows] = self.durations[jobs : jobs + own]
-        table[jobs + others + rows] = self.durations[jobs + own :]
+        table[jobs + rows[known]] = self.durations[jobs + known]
+        table[jobs + others + rows[known]] = self.durations[jobs + own + known]
         return table
 
     # -- messages ----------------------------------------------------------------------------------------------------

@@ -93,10 +93,10 @@ class Valuation:
     def value(self, slices: Slices) -> Floats:
         """The value of each slicing; infinite where the order cannot run.
 
-        In a batch a slicing also waits for what it reads only in others, where that is sent in no time: never less
-        than its `exact` value, and more only where a stage does not depend on all stages before it.
+        One alone is valued by its own messages, or by more of them that take no time. Several are compared by the
+        messages that are known already: what only some of them send is left out, since it is seldom waited for.
         """
-        graph = self.graph(slices.messages)
+        graph = self._graph if self._graph is not None and len(slices) > 1 else self.graph(slices.messages)
         if not graph.runs:
             return np.full(len(slices), np.inf)
         self.effort.spend(
