@@ -88,7 +88,7 @@ class Slices:
         return np.concatenate((*rows, seconds, (back > 0) * (latency + back / rate)))
 
     def durations_for(self, messages: Messages) -> Floats:
-        """`durations` for other messages: those that no slicing has take nothing, what only slicings have is left out."""
+        """`durations` for other messages: those that no slicing has take nothing, what only we have is left out."""
         if messages == self.messages:
             return self.durations
         own, others = len(self.messages), len(messages)

@@ -42,7 +42,7 @@ def judge(graph: CostGraph, machine: Machine, ranks: int, microbatches: int, opt
     planning_s = time.perf_counter() - start_s
     per_rank = tuple(tuple(map(str, actions)) for actions in planned.schedule.per_rank)
     outcome = simulate(graph, machine, planned.cuts, planned.stage_ranks, per_rank)
-    bound_s = planned.lower_bound_s.seconds
+    bound_s = planned.lower_bound_s
     if outcome is None:
         return Judged(planning_s=planning_s, bound_s=bound_s, problems=("the plan deadlocks",))
     problems: list[str] = []
