@@ -153,8 +153,16 @@ def _changes(problem: Problem) -> list[str]:
         if ranks * (problem.options.num_loops or least_loops) <= most and _fits(replace(problem, num_ranks=ranks)):
             found.append(f"{ranks} processes")
             break
+    if found:
+        return found
+    alone = max(
+        node.saved_bytes
+        + node.workspace_bytes
+        + sum(use.state_bytes for use in {u.owner: u for u in node.params}.values())
+        for node in problem.graph.nodes
+    )
     nothing = "a device with more memory, or a smaller model"
-    return found or [f"{nothing}: more processes alone do not help" if most and more else nothing]
+    return [f"{nothing}: one operation alone needs {alone} bytes" if alone > problem.limits.max() else nothing]
 
 
 def _fits(problem: Problem, *, recompute: bool = False) -> bool:
@@ -164,7 +172,7 @@ def _fits(problem: Problem, *, recompute: bool = False) -> bool:
     wishes = (
         options.family, options.num_loops, options.microbatches_per_loop, options.prefetch_forwards, options.cuts,
     )  # fmt: skip
-    if all(wish is None for wish in wishes):
+    if not recompute and all(wish is None for wish in wishes):
         # Of all that the search would try this needs about the least memory.
         options = replace(options, schedule="1f1b", prefetch_forwards=0)
     quick = replace(problem, options=replace(options, effort="quick"))

@@ -22,7 +22,8 @@ from pfeife_accelerate.schedule.order import Order
 
 __all__ = ["MISFIT_S", "Effort", "Valuation"]
 
-#: What does not fit is worth this many seconds, and one more for each byte too many.
+#: What does not fit is worth this many seconds, and one more for each byte too many; those of the worst rank count
+#: twice, so that of two slicings that lack as much the more even one is nearer.
 MISFIT_S = 1e9
 _MOST_SPARE = 2.0  # messages of an event graph for each that a slicing has; beyond it is made anew
 _ROOMY = 0.8  # of what a rank may use
@@ -108,7 +109,8 @@ class Valuation:
         if len(slices) > 1 and self._has_room:
             return seconds
         peaks = self.memory.peaks(slices)
-        excess = np.maximum(peaks - self.problem.limits[:, None], 0).sum(axis=0)
+        lacking = np.maximum(peaks - self.problem.limits[:, None], 0)
+        excess = lacking.sum(axis=0) + lacking.max(axis=0)
         if len(slices) == 1:
             # What is near to a slicing that leaves much memory free fits as well; one that is taken is looked at alone.
             self._has_room = bool((peaks[:, 0] < _ROOMY * self.problem.limits).all())
