@@ -45,8 +45,7 @@ _LAUNCH = Stated(
     source="NVIDIA, Getting Started with CUDA Graphs (2019): 3.8 us a short kernel in a stream; eager PyTorch's own "
     "dispatch adds to it",
 )
-#: What one small operation takes on the host; see `ACTION_LAUNCHES`.
-_HOST_LAUNCH_S = 2e-6
+_HOST_LAUNCH = Stated(value=2e-6, source="measured: a small addition on the CPU in eager PyTorch takes 2-2.5 us")
 #: Drivers and contexts keep this much: 79.1 of 80 GiB (A100, H100), 39.4 of 40, 139.8 of 141 (H200) are reported free.
 _MEMORY_THERE = 0.985
 
@@ -64,6 +63,7 @@ class DeviceSheet:
     products: Stated  #: share of the rates that large products reach
     copies: Stated = _COPY  #: share of the bandwidth that large copies reach
     launch_s: Stated = _LAUNCH
+    host_launch_s: Stated = _HOST_LAUNCH  #: of a small operation on the host; an action takes `ACTION_LAUNCHES` of them
     runs_ahead: bool = True
     link: str
     link_between_hosts: str
@@ -131,7 +131,7 @@ DEVICES: Final[dict[str, DeviceSheet]] = {
         bfloat16=Stated(value=0.768 * _T, source=f"{_CPU}; computed as float32 after a conversion (no AMX)"),
         products=Stated(value=0.7, source="judgement: oneDNN's products on all cores at once, which clock lower"),
         copies=Stated(value=0.7, source="judgement: STREAM reaches 70-80 % of a DDR4 channel"),
-        launch_s=Stated(value=_HOST_LAUNCH_S, source="measured: a small addition in eager PyTorch takes 2-2.5 us"),
+        launch_s=_HOST_LAUNCH,
         runs_ahead=False,
         link="gloo-loopback",
         link_between_hosts="ethernet-100g",
@@ -154,7 +154,7 @@ def device(name: str, *, allow_tf32: bool = False) -> DeviceSpec:
         flops_per_s=tuple((dtype, rate.value * sheet.products.value) for dtype, rate in rates),
         bytes_per_s=sheet.bytes_per_s.value * sheet.copies.value,
         launch_s=sheet.launch_s.value,
-        action_s=ACTION_LAUNCHES * _HOST_LAUNCH_S,
+        action_s=ACTION_LAUNCHES * sheet.host_launch_s.value,
         runs_ahead=sheet.runs_ahead,
     )
 

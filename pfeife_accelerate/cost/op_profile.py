@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from pfeife_accelerate.compat import storage_id
+from pfeife_accelerate.cost.calibration import calibrated
 from pfeife_accelerate.cost.hardware import device_spec
 from pfeife_accelerate.cost.roofline import estimate, flops, moved_bytes, saves
 from pfeife_accelerate.ir import CostOrigin, DeviceSpec, OpCost
@@ -65,13 +66,13 @@ def measure(
     """The cost of each operation on `device`, aligned with `ops`; None costs nothing.
 
     Operations with equal keys are timed once, the longest first. What fails on made-up data, and what is left when
-    `budget_s` seconds are used up, is MODELLED by `spec` (by default: this device). `profiles` holds what is known
-    already, by key, and receives what is measured. `progress` is told before each operation how many of those that were
-    not known are done, and how many there are, and once in the end. The generators of random numbers are left as they
-    were; on CUDA the peak memory statistics start anew.
+    `budget_s` seconds are used up, is MODELLED by `spec` (by default: this device, calibrated by what was measured).
+    `profiles` holds what is known already, by key, and receives what is measured. `progress` is told before each
+    operation how many of those that were not known are done, and how many there are, and once in the end. The
+    generators of random numbers are left as they were; on CUDA the peak memory statistics start anew.
     """
     known: MutableMapping[str, OpProfile] = {} if profiles is None else profiles
-    modelled: dict[str, OpProfile] = {}
+    left: list[MeasurableOp] = []
     end_s = time.perf_counter() + budget_s
     new = [op for op in _longest_first(ops) if op.key not in known]
     tell = progress if progress is not None and new else _tell_nobody
@@ -86,12 +87,19 @@ def measure(
                     continue
                 except Exception as failure:  # made-up data may be refused in any way
                     _LOG.debug("%s cannot be measured: %s", op.key, failure)
-            spec = spec or device_spec(device)
-            modelled[op.key] = _modelled(op, spec)
-    tell(len(new), len(new))
+            left.append(op)
+        tell(len(new), len(new))
+        if left and spec is None:
+            measured = [(op, known[op.key]) for op in _longest_first(ops) if op.key in known]
+            spec = calibrated(device_spec(device), [(op, _cost_alone(profile)) for op, profile in measured])
+    modelled = {op.key: _modelled(op, spec) for op in left if spec is not None}
     if modelled:
         _LOG.info("%d kinds of operation modelled, %d measured", len(modelled), len(known))
     return _costs(ops, {**known, **modelled})
+
+
+def _cost_alone(profile: OpProfile) -> OpCost:
+    return OpCost(forward_s=profile.forward_s, origin=profile.origin)
 
 
 def _tell_nobody(done: int, total: int) -> None:

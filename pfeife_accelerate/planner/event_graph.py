@@ -2,10 +2,8 @@
 
 Models: an order fixes what each job waits for: the job before it on its rank, the messages it reads; and a message
 waits for the job that makes it and the message before it on its directed link. The times are longest paths in this
-graph, so all slicings that share an order are one pass over arrays, level by level. What one of them does not send or
-read, it does not wait for.
-Ignores: memory, and how the order was found; where slicings differ in which stage reads a message last on a rank, its
-gradient has the place on its link that it has for all of them together.
+graph, so all slicings that share an order are one pass over arrays, level by level.
+Ignores: memory, and how the order was found.
 
 Legend: jobs are numbered as in `schedule.order`; nodes are the jobs, then each message for each micro-batch, then its
 way back.
@@ -32,9 +30,7 @@ class EventGraph:
         """Build it; `runs` tells whether the order can run at all."""
         self.order = order
         self.messages = tuple(messages)
-        self._edges: list[tuple[Ints, Ints, int]] = []
-        #: (message, consumer or -1 for the message as a whole, whether its gradient): what some edges depend on
-        self.conditions: list[tuple[int, int, bool]] = []
+        self._edges: list[tuple[Ints, Ints]] = []
         self.num_kinds, self.num_jobs = order.num_kinds, order.num_jobs
         self.num_nodes = self.num_jobs + 2 * len(self.messages) * order.num_microbatches
         self._position = np.full(self.num_jobs, -1, dtype=np.int64)
@@ -52,13 +48,8 @@ class EventGraph:
         number = self.order.num_microbatches
         return np.arange(number) + (kind * self.order.num_stages + stage) * number
 
-    def _edge(self, before: Ints, after: Ints, condition: int = 0) -> None:
-        self._edges.append((before, after, condition))
-
-    def _condition(self, message: int, consumer: int, is_gradient: bool) -> int:
-        """Its number; 0 is that of edges without."""
-        self.conditions.append((message, consumer, is_gradient))
-        return len(self.conditions)
+    def _edge(self, before: Ints, after: Ints) -> None:
+        self._edges.append((before.ravel(), after.ravel()))
 
     def _local_edges(self) -> None:
         """What a rank's own order must respect; it does in an order that runs, and is a cycle in one that does not."""
@@ -73,44 +64,52 @@ class EventGraph:
                         self._edge(self._job(1, consumer), self._job(1, message.producer_stage))
 
     def _transfers(self) -> None:
-        ranks, number = self.order.stage_ranks, self.order.num_microbatches
-        nodes, links, senders, ties = [], [], [], []
-        for index, message in enumerate(self.messages):
-            source = ranks[message.producer_stage]
-            if source == message.consumer_rank:
-                continue
-            for is_gradient in (False, True) if message.has_grad else (False,):
-                node = self.num_jobs + (index + is_gradient * len(self.messages)) * number + np.arange(number)
-                if is_gradient:
-                    candidates = np.stack([self._job(1, consumer) for consumer in message.consumer_stages])
-                    last = self._position[candidates].argmax(axis=0)
-                    sender = candidates[last, np.arange(number)]
-                    for consumer in message.consumer_stages:
-                        self._edge(self._job(1, consumer), node, self._condition(index, consumer, True))
-                    self._edge(node, self._job(1, message.producer_stage), self._condition(index, -1, True))
-                else:
-                    sender = self._job(0, message.producer_stage)
-                    self._edge(sender, node, self._condition(index, -1, False))
-                    for consumer in message.consumer_stages:
-                        self._edge(node, self._job(0, consumer), self._condition(index, consumer, False))
-                pair = (message.consumer_rank, source) if is_gradient else (source, message.consumer_rank)
-                nodes.append(node)
-                senders.append(self._position[sender])
-                links.append(np.full(number, pair[0] * len(self.order.jobs) + pair[1]))
-                ties.append(np.full(number, -index if is_gradient else index))
-        if nodes:
-            node, link = np.concatenate(nodes), np.concatenate(links)
-            line = np.lexsort((np.concatenate(ties), np.concatenate(senders), link))
-            same = link[line][1:] == link[line][:-1]
-            self._edge(node[line][:-1][same], node[line][1:][same])
+        """Messages as nodes: each behind its sender, before its readers, in line on its directed link."""
+        ranks, number, count = self.order.stage_ranks, self.order.num_microbatches, len(self.messages)
+        remote = [i for i, m in enumerate(self.messages) if ranks[m.producer_stage] != m.consumer_rank]
+        if not remote:
+            return
+        index = np.asarray(remote)
+        producer = np.asarray([self.messages[i].producer_stage for i in remote])
+        source = np.asarray([ranks[stage] for stage in producer])
+        target = np.asarray([self.messages[i].consumer_rank for i in remote])
+        has_grad = np.asarray([self.messages[i].has_grad for i in remote])
+        sides = [(at, stage) for at, i in enumerate(remote) for stage in self.messages[i].consumer_stages]
+        message, consumer = np.asarray(sides).T
+        microbatch = np.arange(number)
+        sent, back = self.num_jobs + index * number, self.num_jobs + (index + count) * number
+
+        def each(first: Ints) -> Ints:
+            return first[:, None] + microbatch
+
+        stages = self.order.num_stages
+        self._edge(each(producer * number), each(sent))
+        self._edge(each(sent[message]), each(consumer * number))
+        # A gradient leaves behind the last backward, in its rank's order, of those that add to it.
+        backward = each((stages + consumer) * number)
+        last = np.maximum.reduceat(self._position[backward], np.searchsorted(message, np.arange(len(remote))), axis=0)
+        giver = np.concatenate([self.order.jobs[rank][at] for rank, at in zip(target, last, strict=True)])
+        giver = giver.reshape(last.shape)[has_grad]
+        self._edge(giver, each(back[has_grad]))
+        self._edge(each(back[has_grad]), each((stages + producer[has_grad]) * number))
+        link = np.concatenate(
+            (source * len(self.order.jobs) + target, (target * len(self.order.jobs) + source)[has_grad])
+        )
+        place = np.concatenate((self._position[each(producer * number)], last[has_grad]))
+        tie = np.concatenate((index, -index[has_grad]))
+        node = np.concatenate((each(sent), each(back[has_grad])))
+        links, ties = np.broadcast_to(link[:, None], node.shape), np.broadcast_to(tie[:, None], node.shape)
+        line = np.lexsort((ties.ravel(), place.ravel(), links.ravel()))
+        node, links = node.ravel()[line], links.ravel()[line]
+        same = links[1:] == links[:-1]
+        self._edge(node[:-1][same], node[1:][same])
 
     def _sort(self, num_needed: int) -> bool:
         """Give each node its level, wave by wave; False where a cycle leaves some without."""
-        edges, self._edges = self._edges, []
-        before = np.concatenate([edge[0] for edge in edges])
-        after = np.concatenate([edge[1] for edge in edges])
-        lengths = [len(edge[0]) for edge in edges[:num_needed]]
-        condition = np.repeat([edge[2] for edge in edges[:num_needed]], lengths)
+        needed = [pair[0] for pair in self._edges[:num_needed]], [pair[1] for pair in self._edges[:num_needed]]
+        before = np.concatenate([pair[0] for pair in self._edges])
+        after = np.concatenate([pair[1] for pair in self._edges])
+        self._edges = []
         missing = np.bincount(after, minlength=self.num_nodes)
         by_source = np.argsort(before, kind="stable")
         targets = after[by_source]
@@ -135,10 +134,10 @@ class EventGraph:
             wave = done[mark[done] == np.arange(len(done))]
         if sum(map(len, waves)) < present.sum():
             return False
-        self._number(waves, before[: len(condition)], after[: len(condition)], condition)
+        self._number(waves, np.concatenate(needed[0]), np.concatenate(needed[1]))
         return True
 
-    def _number(self, waves: list[Ints], before: Ints, after: Ints, condition: Ints) -> None:
+    def _number(self, waves: list[Ints], before: Ints, after: Ints) -> None:
         """Nodes by level from 1 on; 0 is the start of time, before those that wait for nothing."""
         sequence = np.concatenate(waves)
         number = np.zeros(self.num_nodes, dtype=np.int64)
@@ -147,23 +146,18 @@ class EventGraph:
         after = np.concatenate((number[after], number[waves[0]]))
         line = np.argsort(after, kind="stable")
         self._before = before[line]
-        self._depends_on = np.concatenate((condition, np.zeros(len(waves[0]), dtype=np.int64)))[line]
         self._first = np.searchsorted(after[line], np.arange(1, len(sequence) + 2))
         self._row = np.concatenate(([0], sequence // self.order.num_microbatches))
         self._sequence = sequence
         self._last_jobs = np.asarray([number[jobs[-1]] for jobs in self.order.jobs])
-        bounds = np.cumsum([0, *map(len, waves)]).tolist()
-        self._levels = [self._level(first, last) for first, last in pairwise(bounds)]
-
-    def _level(self, first: int, last: int) -> tuple[int, int, list[tuple[Ints | None, Ints, Ints]]]:
-        """Range of nodes, and what they wait for: all for the first, then those that wait for more for the next."""
-        start, count = self._first[first:last], np.diff(self._first[first : last + 1])
-        waits: list[tuple[Ints | None, Ints, Ints]] = [(None, self._before[start], self._depends_on[start])]
-        for number in range(1, int(count.max())):
-            some = np.flatnonzero(count > number)
-            edge = start[some] + number
-            waits.append((None if len(some) == last - first else some, self._before[edge], self._depends_on[edge]))
-        return first + 1, last + 1, waits
+        count = np.diff(self._first)
+        bounds = np.cumsum([0, *map(len, waves)])
+        self._levels = list(pairwise(bounds.tolist()))
+        # What nodes wait for, by turns: all for the first thing, then those that wait for more for the next.
+        self._turns: list[tuple[Ints, Ints, list[int]]] = []
+        for turn in range(int(count.max())):
+            some = np.flatnonzero(count > turn)
+            self._turns.append((some, self._before[self._first[some] + turn], np.searchsorted(some, bounds).tolist()))
 
     @property
     def num_levels(self) -> int:
@@ -176,41 +170,34 @@ class EventGraph:
         ends[self._sequence] = self.times(durations[:, :1])[1:, 0]
         return ends
 
-    def times(self, durations: Floats, holds: Floats | None = None) -> Floats:
-        """End of every node for every slicing, row 0 the start; `durations` has a column for each slicing.
-
-        `holds` is 1 where a condition (its number is the row) holds for a slicing, else 0; without it, all hold.
-        """
+    def times(self, durations: Floats) -> Floats:
+        """End of every node for every slicing, row 0 the start; `durations` has a column for each slicing."""
         ends = np.zeros((len(self._row), durations.shape[1]))
-        for first, last, waits in self._levels:
-            ready = ends[waits[0][1]]
-            if holds is not None:
-                ready *= holds[waits[0][2]]
-            for some, before, condition in waits[1:]:
-                other = ends[before]
-                if holds is not None:
-                    other *= holds[condition]
-                if some is None:
-                    np.maximum(ready, other, out=ready)
-                else:
-                    ready[some] = np.maximum(ready[some], other)
-            np.add(ready, durations[self._row[first:last]], out=ends[first:last])
+        turns = self._turns[1:]
+        first_before = self._turns[0][1]
+        for level, (first, last) in enumerate(self._levels):
+            ready = ends[first_before[first:last]]
+            for some, before, bounds in turns:
+                low, high = bounds[level], bounds[level + 1]
+                if high - low == last - first:
+                    np.maximum(ready, ends[before[low:high]], out=ready)
+                elif low < high:
+                    nodes = some[low:high] - first
+                    ready[nodes] = np.maximum(ready[nodes], ends[before[low:high]])
+            np.add(ready, durations[self._row[first + 1 : last + 1]], out=ends[first + 1 : last + 1])
         return ends
 
-    def makespans(self, durations: Floats, optimizer_s: Floats, holds: Floats | None = None) -> Floats:
+    def makespans(self, durations: Floats, optimizer_s: Floats) -> Floats:
         """Seconds of the step for every slicing; `optimizer_s` has a row for each rank."""
-        return (self.times(durations, holds)[self._last_jobs] + optimizer_s).max(axis=0)
+        return (self.times(durations)[self._last_jobs] + optimizer_s).max(axis=0)
 
-    def critical_rows(self, durations: Floats, optimizer_s: Floats, holds: Floats | None = None) -> Floats:
+    def critical_rows(self, durations: Floats, optimizer_s: Floats) -> Floats:
         """How often each row of costs is on a longest path of the first slicing."""
-        holds = None if holds is None else holds[:, :1]
-        ends = self.times(durations[:, :1], holds)[:, 0]
+        ends = self.times(durations[:, :1])[:, 0]
         node = int(self._last_jobs[(ends[self._last_jobs] + optimizer_s[:, 0]).argmax()])
         counts = np.zeros(len(durations))
         while node:
             counts[self._row[node]] += 1
-            edges = slice(self._first[node - 1], self._first[node])
-            waited = self._before[edges]
-            until = ends[waited] if holds is None else ends[waited] * holds[self._depends_on[edges], 0]
-            node = int(waited[until.argmax()])
+            waited = self._before[self._first[node - 1] : self._first[node]]
+            node = int(waited[ends[waited].argmax()])
         return counts

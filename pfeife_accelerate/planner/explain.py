@@ -119,8 +119,8 @@ def does_not_fit(problem: Problem, nearest: Start) -> PfeifeError:
     memory = _memory(problem, nearest)
     rows = [
         f"rank {rank} needs {m.peak_bytes} bytes ({m.params_bytes} parameters, {m.state_bytes} gradients and optimizer "
-        f"state, {m.activation_bytes} activations, {m.workspace_bytes} workspace), may use {m.limit_bytes}: "
-        f"{m.excess_bytes} too many"
+        f"state, {m.activation_bytes} activations, {m.workspace_bytes} workspace, {m.buffer_bytes} messages), "
+        f"may use {m.limit_bytes}: {m.excess_bytes} too many"
         for rank, m in enumerate(memory)
         if m.excess_bytes > 0
     ]

@@ -1,8 +1,8 @@
 """How much memory each rank needs at most during a step.
 
 Models: parameters with gradients and optimizer state; activations alive from forward to backward in the actual order;
-the workspace of the running stage; messages that wait to be read. Ignores: what the allocator cannot use again, for
-which `memory_fraction` leaves room.
+the workspace of the running stage; a message under way on each link, there and back.
+Ignores: what the allocator cannot use again, for which `memory_fraction` leaves room.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class RankMemory:
     state_bytes: int  #: gradients and optimizer state
     activation_bytes: int
     workspace_bytes: int
+    buffer_bytes: int  #: messages under way
     limit_bytes: int
 
     @property
     def peak_bytes(self) -> int:
         """All of it together."""
-        return self.params_bytes + self.state_bytes + self.activation_bytes + self.workspace_bytes
+        return self.params_bytes + self.state_bytes + self.activation_bytes + self.workspace_bytes + self.buffer_bytes
 
     @property
     def excess_bytes(self) -> int:
@@ -63,7 +64,7 @@ class MemoryProfile:
     def peaks(self, slices: Slices) -> Floats:
         """Peak bytes: a row for each rank, a column for each slicing."""
         rows = [self._needs(rank, slices).max(axis=0) for rank in range(len(self._situations))]
-        return np.stack(rows) + slices.state_bytes
+        return np.stack(rows) + slices.state_bytes + slices.buffer_bytes
 
     def _needs(self, rank: int, slices: Slices) -> Floats:
         stages, alive, forward, backward = self._situations[rank]
@@ -88,6 +89,7 @@ class MemoryProfile:
                     state_bytes=round(slices.state_bytes[rank, 0] - params),
                     activation_bytes=round(kept),
                     workspace_bytes=round(needs[worst] - kept),
+                    buffer_bytes=round(slices.buffer_bytes[rank, 0]),
                     limit_bytes=slices.problem.limit_bytes(rank),
                 )
             )

@@ -23,6 +23,7 @@ _STEPS = (1, 2, 3, 5, 8, 13, 21, 34)
 _SHARES = (0.03, 0.1, 0.2, 0.4, 0.8)  # of a mean stage's time, moved from one stage to another
 _ENDS = 6  # stages looked at as givers, and as takers
 _MERGED = 40
+_GROUP = 64
 _MOST_MOVES = 160
 _SHORT = 2
 _LEAST_GAIN = 1e-7
@@ -69,28 +70,35 @@ def shake(valuation: Valuation, best: Refined, generator: np.random.Generator, *
 
 def _round(valuation: Valuation, index: Ints, value: float) -> tuple[Ints, float] | None:
     """One round of moves from `index`; None where none helps."""
+    before = value
     positions = valuation.problem.positions
     weights = _path_weights(valuation, index) if value < MISFIT_S else None
     candidates = np.concatenate((_single_moves(valuation, index, weights), _transfers(valuation, index, weights)))
     if not len(candidates):
         return None
-    values = valuation.values(positions[candidates])
-    by_value = np.argsort(values, kind="stable")
-    better = [int(i) for i in by_value if values[i] < value * (1 - _LEAST_GAIN)][:_MERGED]
-    if not better:
-        return None
-    merged = _merged(index, candidates[better])
-    values_merged = valuation.values(positions[merged])
-    best = int(values_merged.argmin())
-    return merged[best], float(values_merged[best])
+    # Not all are needed: the first group with something better in it will do. Groups are mixed, but always the same.
+    candidates = candidates[np.random.default_rng(len(candidates)).permutation(len(candidates))]
+    for first in range(0, len(candidates), _GROUP):
+        group = candidates[first : first + _GROUP]
+        values = valuation.values(positions[group])
+        by_value = np.argsort(values, kind="stable")
+        better = [int(i) for i in by_value if values[i] < before * (1 - _LEAST_GAIN)][:_MERGED]
+        if not better:
+            continue
+        merged = _merged(index, group[better])
+        best = merged[int(valuation.values(positions[merged]).argmin())]
+        value = float(valuation.values(positions[best][None])[0])
+        if value < before:
+            return best, value
+    return None
 
 
 def _path_weights(valuation: Valuation, index: Ints) -> tuple[Floats, Floats, Floats]:
     """How often each stage's forward, input and weight gradient are on the longest path."""
     slices = valuation.slices(valuation.problem.positions[index][None])
     graph = valuation.graph(slices.messages)
-    holds = slices.holds(graph.messages, graph.conditions)
-    rows = graph.critical_rows(slices.durations_for(graph.messages), slices.optimizer_s, holds)
+    valuation.effort.spend(1e-3 + 8e-6 * graph.num_levels)
+    rows = graph.critical_rows(slices.durations_for(graph.messages), slices.optimizer_s)
     stages = valuation.order.num_stages
     forward, first = rows[:stages], rows[stages : 2 * stages]
     return forward, first, rows[2 * stages : 3 * stages] if valuation.order.is_split else first

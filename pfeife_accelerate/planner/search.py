@@ -10,28 +10,24 @@ Ignores: other numbers of micro-batches or ranks: the search is asked again for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
-from math import comb
 
 import numpy as np
 
 from pfeife_accelerate.errors import InternalError
-from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, ScheduleSpec, StageCost
+from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, StageCost
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.bound import lower_bound
 from pfeife_accelerate.planner.explain import does_not_fit, nothing_runs, runners_up
+from pfeife_accelerate.planner.improve import improved, is_small, lifted, selected, shaken, tried_out
 from pfeife_accelerate.planner.memory import MemoryProfile
 from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.planned import Planned
 from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.recompute import with_recomputation
-from pfeife_accelerate.planner.refine import Refined, refine, shake
-from pfeife_accelerate.planner.reorder import reorder
 from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
-from pfeife_accelerate.planner.starts import Start, rounded, starting_cuts, starts
+from pfeife_accelerate.planner.starts import Start, by_value, starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, lower
 from pfeife_accelerate.schedule.order import order_of, schedule_of
@@ -39,16 +35,8 @@ from pfeife_accelerate.schedule.order import order_of, schedule_of
 __all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
-_BEAM = 5  # starts that are improved where the cuts are given
-_FINE = 8  # starts that see all profiles, and are improved
-_FIRST_ROUNDS = 4
-_SHARE = 0.4  # of what is left, that one such selection may take
-_TURNS = 4
-_SHAKES = 400
-_REORDER_EVERY = 12
-_EXHAUSTIVE = 60_000  # slicings times orders that are tried out rather than searched
-_EXHAUSTIVE_OPERATIONS = 24
-_LOOKED_AT_ALONE = 4  # of those, for each order: see `Valuation.value`
+_FIRST_SHARE = 0.5  # of the effort, for fewer micro-batches
+_LIFTED = 4  # starts that go on with all micro-batches
 
 
 def make_plan(
@@ -71,10 +59,7 @@ def make_plan(
         options=options or SearchOptions(),
     )
     effort = Effort(left_s=_effort_s(problem))
-    begun = starts(problem, effort)
-    if not begun:
-        raise nothing_runs(problem)
-    best = _improved(problem, begun, effort) if problem.options.effort == "full" else begun[0]
+    best, begun = _searched(problem, effort)
     best = replace(best, value=Valuation(problem, best.order, effort).exact(best.cuts))
     recompute: tuple[int, ...] = ()
     if best.value >= MISFIT_S and problem.options.recompute == "auto":
@@ -90,130 +75,42 @@ def _effort_s(problem: Problem) -> float:
     """Seconds of an ordinary core that the search may take: enough to settle small models, bounded for large ones."""
     operations = len(problem.graph.nodes)
     size = operations * problem.num_ranks * problem.num_microbatches
-    return min(0.1 + 8e-4 * operations + 5e-5 * size, 2.5) + min(1.5e-8 * size, 20.0)
+    return min(0.1 + 2e-5 * operations**2 + 5e-5 * size, 3.6) + min(1.5e-8 * size, 20.0)
 
 
-# -- improving ---------------------------------------------------------------------------------------------------------
+def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
+    """The best plan found, and the starts of all families."""
+    fewer = _with_fewer_microbatches(problem)
+    begun = starts(fewer, effort)
+    if not begun:
+        raise nothing_runs(problem)
+    if problem.options.cuts is None and is_small(problem, begun):
+        begun = begun if fewer is problem else starts(problem, effort)
+        return tried_out(problem, begun, effort), begun
+    if fewer is problem:
+        return (improved(problem, begun, effort) if problem.options.effort == "full" else begun[0]), begun
+    first = Effort(left_s=effort.left_s * _FIRST_SHARE)
+    effort.spend(first.left_s)
+    chosen = selected(fewer, begun, first) if problem.options.effort == "full" else []
+    effort.spend(-first.left_s)
+    families = {start.family: start for start in reversed(begun)}
+    lifts = [lifted(problem, start, effort) for start in (*chosen, *families.values())]
+    found = sorted((start for start in lifts if start is not None), key=by_value)
+    if not found:  # rare: what runs with few micro-batches runs with more
+        begun = starts(problem, effort)
+        return improved(problem, begun, effort), begun
+    if problem.options.effort == "full":
+        return shaken(problem, selected(problem, found[:_LIFTED], effort), effort), found
+    return found[0], found
 
 
-def _improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
-    """The best that can be made of the starts."""
-    if problem.options.cuts is not None:
-        finished = [_reordered(problem, start, effort) for start in begun[:_BEAM]]
-        return min(finished, key=_value)
-    if _is_small(problem, begun):
-        return _reordered(problem, min(_all_slicings(problem, begun), key=_value), effort)
-    chosen = [_on_all_profiles(problem, start, effort) for start in _varied(begun, _FINE)]
-    chosen.sort(key=_value)
-    # The chosen ones get some rounds each, the better half of them more, until one is left to be shaken. What is large
-    # leaves time for the most promising of them alone.
-    rounds = _FIRST_ROUNDS
-    while len(chosen) > 1 and not effort.is_spent:
-        least_s = effort.left_s * (1 - _SHARE)
-        turned: list[Start] = []
-        for start in chosen:
-            if len(turned) < 2 or effort.left_s > least_s:
-                turned.append(_by_turns(problem, start, effort, rounds))
-        chosen = sorted(turned, key=_value)[: len(turned) // 2]
-        rounds *= 4
-    return _shaken(problem, min(chosen, key=_value), effort)
-
-
-def _varied(begun: list[Start], number: int) -> list[Start]:
-    """The best starts, at most two of a family and number of loops."""
-    count: dict[tuple[str, int], int] = {}
-    chosen = []
-    for start in begun:
-        kind = (start.family, start.spec.num_loops)
-        count[kind] = count.get(kind, 0) + 1
-        if count[kind] <= 2:
-            chosen.append(start)
-    return chosen[:number]
-
-
-def _on_all_profiles(problem: Problem, start: Start, effort: Effort) -> Start:
-    if effort.is_spent:
-        return start
-    cuts = starting_cuts(problem, start.spec.num_loops, fine=True)
-    values = Valuation(problem, start.order, effort).values(cuts)
-    best = int(values.argmin())
-    return replace(start, cuts=cuts[best], value=float(values[best])) if values[best] < start.value else start
-
-
-def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> Start:
-    """Cuts for the order, order for the cuts, until neither helps or the rounds are over."""
-    current = start
-    for _ in range(_TURNS):
-        before = current.value
-        found = refine(Valuation(problem, current.order, effort), current.cuts, rounds=rounds)
-        if found.value <= current.value:
-            current = replace(current, cuts=found.cuts, value=found.value)
-        current = _reordered(problem, current, effort)
-        if current.value >= before * (1 - 1e-6) or effort.is_spent or rounds < 16:
-            break
-    return current
-
-
-def _reordered(problem: Problem, start: Start, effort: Effort) -> Start:
-    """The start with a better order, where the user leaves the order to us."""
-    if problem.options.family not in (None, ScheduleFamily.LIST) or _fixes_order(problem.options):
-        return start
-    order, value = reorder(Valuation(problem, start.order, effort), start.cuts)
-    if value >= start.value * (1 - 1e-9):
-        return start
-    listed = ScheduleSpec(
-        family=ScheduleFamily.LIST,
-        num_ranks=problem.num_ranks,
-        num_microbatches=problem.num_microbatches,
-        num_loops=start.spec.num_loops,
-    )
-    return replace(start, spec=listed, order=order, value=value)
-
-
-def _fixes_order(options: SearchOptions) -> bool:
-    return options.microbatches_per_loop is not None or options.prefetch_forwards is not None
-
-
-def _shaken(problem: Problem, start: Start, effort: Effort) -> Start:
-    """Random moves and descents from the best, with the same random numbers each time."""
-    generator = np.random.default_rng(0)
-    current = start
-    for number in range(_SHAKES):
-        if effort.is_spent:
-            break
-        valuation = Valuation(problem, current.order, effort)
-        best = Refined(cuts=current.cuts, value=current.value)
-        for _ in range(_REORDER_EVERY):
-            if effort.is_spent:
-                break
-            best = shake(valuation, best, generator)
-        current = replace(current, cuts=best.cuts, value=best.value)
-        if number % 2 == 0:
-            current = _reordered(problem, current, effort)
-    return current
-
-
-def _value(start: Start) -> float:
-    return rounded(start.value)
-
-
-def _is_small(problem: Problem, begun: list[Start]) -> bool:
-    operations = len(problem.positions)
-    if operations > _EXHAUSTIVE_OPERATIONS:
-        return False
-    number = sum(comb(operations, start.order.num_stages - 1) for start in begun)
-    return number <= _EXHAUSTIVE
-
-
-def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
-    """Each order on the best of all slicings there are."""
-    unlimited = Effort(left_s=np.inf)
-    for start in begun:
-        chosen = list(combinations(problem.positions.tolist(), start.order.num_stages - 1))
-        cuts = np.asarray(chosen, dtype=np.int64).reshape(len(chosen), -1)
-        valuation = Valuation(problem, start.order, unlimited)
-        nearest = cuts[np.argsort(valuation.values(cuts), kind="stable")[:_LOOKED_AT_ALONE]]
-        yield min((replace(start, cuts=c, value=valuation.exact(c)) for c in (start.cuts, *nearest)), key=_value)
+def _with_fewer_microbatches(problem: Problem) -> Problem:
+    """The same question with as many micro-batches as show the ramps; itself where that does not save much."""
+    enough = 2 * problem.num_ranks
+    is_free = problem.options.microbatches_per_loop is None and problem.options.cuts is None
+    if not is_free or problem.num_microbatches < 2 * enough:
+        return problem
+    return replace(problem, num_microbatches=enough)
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

@@ -25,15 +25,16 @@ _COARSE = ((1.0, 1.0), (0.1, 2.0), (0.2, 1.4), (0.35, 2.0), (0.5, 1.4))
 _FINE = ((1.0, 1.0), *product((0.1, 0.2, 0.35, 0.5, 0.7), (1.4, 2.0, 3.0)))
 
 
-def profiles(num_ranks: int, num_loops: int, *, fine: bool) -> Floats:
+def profiles(num_ranks: int, num_stages: int, *, fine: bool) -> Floats:
     """Relative stage times, a row for each profile, equal time first."""
-    stages = np.arange(num_ranks * num_loops)
-    rows = [np.ones(len(stages))]
-    if num_loops > 1 or num_ranks > 1:
+    stages = np.arange(num_stages)
+    last_loop = (num_stages - 1) // num_ranks
+    rows = [np.ones(num_stages)]
+    if num_stages > 1:
         ends = _FINE if fine else _COARSE
         for (start, growth), (end, shrinking), by_stage in product(ends, ends, (False, True)):
             loop = stages / num_ranks if by_stage else stages // num_ranks
-            to_last = (len(stages) - 1) / num_ranks - loop if by_stage else num_loops - 1 - loop
+            to_last = (num_stages - 1) / num_ranks - loop if by_stage else last_loop - loop
             rows.append(np.minimum(1.0, np.minimum(start * growth**loop, end * shrinking**to_last)))
     table = np.stack(rows)
     _, first = np.unique(np.round(table / table.sum(axis=1, keepdims=True), 9), axis=0, return_index=True)

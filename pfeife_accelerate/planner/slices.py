@@ -88,41 +88,19 @@ class Slices:
         return np.concatenate((*rows, seconds, (back > 0) * (latency + back / rate)))
 
     def durations_for(self, messages: Messages) -> Floats:
-        """`durations` with the rows of other messages, which include ours; those that no slicing has take nothing."""
+        """`durations` for other messages: those that no slicing has take nothing, what only we have is left out."""
         if messages == self.messages:
             return self.durations
         own, others = len(self.messages), len(messages)
         jobs = len(self.durations) - 2 * own
         place = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(messages)}
-        rows = np.asarray([place[m.producer_stage, m.consumer_rank] for m in self.messages], dtype=np.int64)
+        found = [place.get((m.producer_stage, m.consumer_rank), -1) for m in self.messages]
+        rows = np.asarray(found, dtype=np.int64)
+        known = np.flatnonzero(rows >= 0)
         table = np.zeros((jobs + 2 * others, len(self)))
         table[:jobs] = self.durations[:jobs]
-        table[jobs + rows] = self.durations[jobs : jobs + own]
-        table[jobs + others + rows] = self.durations[jobs + own :]
-        return table
-
-    def holds(self, messages: Messages, conditions: Sequence[tuple[int, int, bool]]) -> Floats | None:
-        """Which conditions of an event graph with these messages hold for each slicing; None where that says nothing.
-
-        It says nothing of slicings whose stages all hand something on to the next one and get a gradient for it: each
-        stage waits for all before it anyway.
-        """
-        if self._traffic[4] or (len(self) == 1 and messages == self.messages):
-            return None
-        own = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(self.messages)}
-        is_sent = np.zeros((2, len(messages), len(self)), dtype=np.bool_)
-        for index, message in enumerate(messages):
-            row = own.get((message.producer_stage, message.consumer_rank))
-            if row is not None:
-                is_sent[0, index], is_sent[1, index] = self._traffic[3][row], self._traffic[2][row] > 0
-        stages = len(self.stage_ranks)
-        column, _, producer, reader = self._crossings()
-        reads = np.zeros((stages, stages, len(self)), dtype=np.bool_)
-        reads[producer, reader, column] = True
-        table = np.ones((len(conditions) + 1, len(self)))
-        for number, (index, consumer, is_gradient) in enumerate(conditions, start=1):
-            row = is_sent[int(is_gradient), index]
-            table[number] = row if consumer < 0 else row & reads[messages[index].producer_stage, consumer]
+        table[jobs + rows[known]] = self.durations[jobs + known]
+        table[jobs + others + rows[known]] = self.durations[jobs + own + known]
         return table
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -138,8 +116,7 @@ class Slices:
         return self._traffic[1], self._traffic[2]
 
     @cached_property
-    def _traffic(self) -> tuple[Messages, Floats, Floats, Floats, bool]:
-        """Messages; their bytes, there and back; whether a slicing has them; whether stages form a chain in each."""
+    def _traffic(self) -> tuple[Messages, Floats, Floats, Floats]:
         column, value, producer, reader = self._crossings()
         if self.nearest_only:
             near = reader == producer + 1
@@ -147,8 +124,11 @@ class Slices:
         num_ranks, num_slicings, num_stages = self.problem.num_ranks, len(self), len(self.stage_ranks)
         rank = self.stage_ranks[reader]
         # A tensor goes once to each rank that reads it, whichever of its stages do.
-        num_values = len(self.problem.graph.values)
-        once = _first_of_each((column * num_values + value) * num_ranks + rank, num_slicings * num_values * num_ranks)
+        crossing = np.flatnonzero(np.bincount(value))  # few of all values cross a cut
+        number = np.zeros(len(self.problem.graph.values) + 1, dtype=np.int64)
+        number[crossing] = np.arange(len(crossing))
+        keys = (column * len(crossing) + number[value]) * num_ranks + rank
+        once = _first_of_each(keys, num_slicings * len(crossing) * num_ranks)
         key = producer * num_ranks + rank
         pairs = np.flatnonzero(np.bincount(key, minlength=num_stages * num_ranks))
         index = np.zeros(num_stages * num_ranks, dtype=np.int64)
@@ -175,10 +155,7 @@ class Slices:
             )
             for pair, stages, grad in zip(pairs.tolist(), consumers, back.any(axis=1).tolist(), strict=True)
         )
-        near = (reader == producer + 1) & (gradient[value] > 0)
-        is_linked = np.zeros((max(num_stages - 1, 0), num_slicings), dtype=np.bool_)
-        is_linked[producer[near], column[near]] = True
-        return found, there, back, total(None) > 0, bool(is_linked.all())
+        return found, there, back, total(None) > 0
 
     def _links(self, messages: Messages) -> tuple[Floats, Floats]:
         ranks = self.stage_ranks.tolist()
@@ -231,6 +208,22 @@ class Slices:
         workspace = self.problem.peak_bytes(self.first, self.last) - self._sum(self.problem.saved_bytes)
         again = self._sum(self.problem.saved_bytes) * self.recompute[:, None]
         return workspace + again
+
+    @cached_property
+    def buffer_bytes(self) -> Floats:
+        """Of each rank: one message under way on each of its links, in each direction, the largest there is."""
+        sizes, gradients = self.message_bytes
+        largest: dict[tuple[int, int], Floats] = {}
+        for message, there, back in zip(self.messages, sizes, gradients, strict=True):
+            source, target = int(self.stage_ranks[message.producer_stage]), message.consumer_rank
+            if source != target:
+                for link, size in (((source, target), there), ((target, source), back)):
+                    largest[link] = np.maximum(largest[link], size) if link in largest else size
+        total = np.zeros((self.problem.num_ranks, len(self)))
+        for (source, target), size in largest.items():
+            total[source] += size
+            total[target] += size
+        return total
 
     @cached_property
     def stage_param_bytes(self) -> Floats:

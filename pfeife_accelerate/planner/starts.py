@@ -18,14 +18,17 @@ from pfeife_accelerate.planner.problem import Ints, Problem
 from pfeife_accelerate.planner.shapes import equal_time_cuts, profiles, shaped_cuts
 from pfeife_accelerate.planner.slices import Slices
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
-from pfeife_accelerate.schedule.families import numbered
+from pfeife_accelerate.schedule.families import looped_order, numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
-__all__ = ["Start", "family_name", "rounded", "specs", "starting_cuts", "starts"]
+__all__ = ["Start", "by_value", "family_name", "order_for", "specs", "starting_cuts", "starts"]
 
 _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
 _ENOUGH_STAGES = 128
+_MOST_ROUNDS = 14
+_KEPT = 14  # starts that go on
+_MOST_BETWEEN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,7 @@ class Start:
     order: Order
     cuts: Ints
     value: float
+    peak_bytes: float = 0.0  #: of the fullest rank, where it has been looked at
 
     @property
     def family(self) -> str:
@@ -142,20 +146,19 @@ def specs(problem: Problem, num_loops: int) -> Iterator[ScheduleSpec]:
         yield replace(base, family=ScheduleFamily.ZB_H1)
 
 
-def starting_cuts(problem: Problem, num_loops: int, *, fine: bool) -> Ints:
+def starting_cuts(problem: Problem, num_stages: int, *, fine: bool) -> Ints:
     """Slicings to value: equal time, profiles around it, equal memory; the user's own alone where there are some."""
     if problem.options.cuts is not None:
         return np.asarray([problem.options.cuts], dtype=np.int64)
-    stages = problem.num_ranks * num_loops
-    if stages == 1:
+    if num_stages == 1:
         return np.empty((1, 0), dtype=np.int64)
-    weights = profiles(problem.num_ranks, num_loops, fine=fine)
-    even = np.ones((1, stages))
+    weights = profiles(problem.num_ranks, num_stages, fine=fine)
+    even = np.ones((1, num_stages))
     memory = problem.state_bytes + problem.saved_bytes
     return np.unique(
         np.concatenate(
             (
-                equal_time_cuts(problem, stages)[None],
+                equal_time_cuts(problem, num_stages)[None],
                 shaped_cuts(problem, weights),
                 shaped_cuts(problem, even, memory),
                 shaped_cuts(problem, even, problem.state_bytes + problem.saved_bytes * problem.num_microbatches),
@@ -171,39 +174,79 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
     Less prefetch than there can be is looked at where that does not fit, and with one stage a rank.
     """
     found: list[Start] = []
-    peaks: list[float] = []
     for num_loops in loops(problem):
         if found and effort.is_spent:
             break
-        cuts = starting_cuts(problem, num_loops, fine=False)
+        cuts = starting_cuts(problem, num_loops * problem.num_ranks, fine=False)
         placements: dict[tuple[int, ...], list[Slices]] = {}
         fitting: set[int | None] = set()
         for spec in specs(problem, num_loops):
             is_looped = spec.family is ScheduleFamily.LOOPED and problem.options.prefetch_forwards is None
             if is_looped and spec.microbatches_per_loop in fitting and problem.options.family is None:
                 continue
-            order = _order(problem, spec)
+            order = order_for(problem, spec)
             ranks = order.stage_ranks
             if ranks not in placements:
                 placements[ranks] = [
                     Slices(problem, cuts[i : i + 64], ranks, nearest_only=True) for i in range(0, len(cuts), 64)
                 ]
             valuation = Valuation(problem, order, effort)
-            best = int(np.concatenate([valuation.value(slices) for slices in placements[ranks]]).argmin())
-            value = valuation.exact(cuts[best])
-            found.append(Start(spec=spec, order=order, cuts=cuts[best], value=value))
-            peaks.append(float(valuation.memory.peaks(valuation.slices(cuts[best][None])).max()))
-            if is_looped and value < MISFIT_S:
+            values = np.concatenate([valuation.value(slices) for slices in placements[ranks]])
+            best = int(values.argmin())
+            found.append(Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best])))
+            if is_looped and values[best] < MISFIT_S:
                 fitting.add(spec.microbatches_per_loop)
-    ranking = sorted(zip(found, peaks, strict=True), key=lambda pair: (rounded(pair[0].value), pair[1]))
-    return [start for start, _ in ranking if np.isfinite(start.value)]
+    found += _between_loops(problem, effort)
+    return _exactly(problem, [start for start in found if np.isfinite(start.value)], effort)
 
 
-def rounded(value: float) -> float:
-    """Without the last digits, in which sums of the same times in another order differ."""
-    return float(f"{value:.9g}")
+def _exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start]:
+    """The best of all, and the best of each family, with all that they send: the first look left some out."""
+    found.sort(key=by_value)
+    first = {start.family: start for start in reversed(found)}
+    chosen = [start for number, start in enumerate(found) if number < _KEPT or first[start.family] is start]
+    exact = []
+    for start in chosen:
+        valuation = Valuation(problem, start.order, effort)
+        value = valuation.exact(start.cuts)
+        peak = float(valuation.memory.peaks(valuation.slices(start.cuts[None])).max())
+        exact.append(replace(start, value=value, peak_bytes=peak))
+    return sorted((start for start in exact if np.isfinite(start.value)), key=by_value)
 
 
-def _order(problem: Problem, spec: ScheduleSpec) -> Order:
+def by_value(start: Start) -> tuple[float, float]:
+    """Sums of the same times in another order differ in their last digits: these do not count, memory does then."""
+    return float(f"{start.value:.9g}"), start.peak_bytes
+
+
+def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
+    """Looped orders whose last round does not reach all ranks: such a number of stages may suit the model's layers.
+
+    With many micro-batches the ranks that have a stage more would be the slowest for too long.
+    """
+    options, ranks, number = problem.options, problem.num_ranks, problem.num_microbatches
+    is_free = options.family in (None, ScheduleFamily.LIST) and options.cuts is None and options.num_loops is None
+    if not is_free or options.microbatches_per_loop or options.prefetch_forwards or number > 2 * ranks:
+        return
+    most = min(_MOST_ROUNDS * ranks, _ENOUGH_STAGES, len(problem.positions) + 1)
+    numbers = [stages for stages in range(ranks + 1, most) if stages % ranks]
+    for stages in numbers[:: -(-len(numbers) // _MOST_BETWEEN)]:
+        if effort.is_spent:
+            break
+        spec = ScheduleSpec(
+            family=ScheduleFamily.LIST, num_ranks=ranks, num_microbatches=number, num_loops=-(-stages // ranks)
+        )
+        placement = tuple(stage % ranks for stage in range(stages))
+        order = looped_order(placement, number, block=min(ranks, number), prefetch=ranks - 1)
+        order = split_backwards(order) if problem.is_split else order
+        cuts = np.concatenate((equal_time_cuts(problem, stages)[None], shaped_cuts(problem, np.ones((1, stages)))))
+        slices = Slices(problem, cuts, placement, nearest_only=True)
+        values = Valuation(problem, order, effort).value(slices)
+        best = int(values.argmin())
+        yield Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best]))
+
+
+def order_for(problem: Problem, spec: ScheduleSpec) -> Order:
+    """The order of a family, in halves where the problem wants that."""
     order = numbered(spec)
     return split_backwards(order) if problem.is_split and not order.is_split else order

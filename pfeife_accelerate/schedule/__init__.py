@@ -11,12 +11,19 @@ from pfeife_accelerate.schedule.families import (
     one_f_one_b,
 )
 from pfeife_accelerate.schedule.lowering import DEFAULT_LOOKAHEAD, LOWERING, lower
-from pfeife_accelerate.schedule.messages import Message, Messages, Transfer, chain_messages, transfer_of
+from pfeife_accelerate.schedule.messages import (
+    Message,
+    Messages,
+    Transfer,
+    chain_messages,
+    messages_between,
+    transfer_of,
+)
 from pfeife_accelerate.schedule.render import render, render_lowered, to_csv
 from pfeife_accelerate.schedule.validate import is_executable, validate
 
 __all__ = [
     "DEFAULT_LOOKAHEAD", "LOWERING", "Message", "Messages", "Transfer", "backward_only", "build", "build_for",
     "chain_messages", "for_microbatches", "forward_only", "gpipe", "in_sequence", "is_executable", "looped", "lower",
-    "one_f_one_b", "render", "render_lowered", "to_csv", "transfer_of", "validate",
+    "messages_between", "one_f_one_b", "render", "render_lowered", "to_csv", "transfer_of", "validate",
 ]  # fmt: skip

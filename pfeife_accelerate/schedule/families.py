@@ -21,7 +21,9 @@ from pfeife_accelerate.schedule.order import Jobs, Order, schedule_of
 from pfeife_accelerate.schedule.unit_orders import unit_order
 from pfeife_accelerate.schedule.validate import is_executable
 
-__all__ = ["backward_only", "build", "build_for", "forward_only", "gpipe", "looped", "numbered", "one_f_one_b"]
+__all__ = ["backward_only", "build", "build_for", "forward_only", "gpipe", "looped", "looped_order", "numbered",
+    "one_f_one_b",
+]  # fmt: skip
 
 
 def build(spec: ScheduleSpec) -> Schedule:
@@ -31,24 +33,48 @@ def build(spec: ScheduleSpec) -> Schedule:
 
 def numbered(spec: ScheduleSpec) -> Order:
     """The same with numbers for jobs, as the planner compares them."""
+    number = spec.num_microbatches
     match spec.family:
         case ScheduleFamily.GPIPE:
             # One block of all micro-batches, and no backward before the last forward.
-            number = spec.num_microbatches
-            jobs = [np.concatenate((_forwards(spec, r, number), _backwards(spec, r, number))) for r in _ranks(spec)]
+            return looped_order(spec.stage_ranks, number, block=number, warm_up=spec.num_stages * number)
         case ScheduleFamily.ONE_F_ONE_B:
-            jobs = [_looped_rank(spec, r, spec.num_microbatches, spec.prefetch_forwards) for r in _ranks(spec)]
+            return looped_order(spec.stage_ranks, number, block=number, prefetch=spec.prefetch_forwards)
         case ScheduleFamily.LOOPED:
-            jobs = [_looped_rank(spec, r, spec.block, spec.prefetch_forwards) for r in _ranks(spec)]
+            return looped_order(spec.stage_ranks, number, block=spec.block, prefetch=spec.prefetch_forwards)
         case ScheduleFamily.INTERLEAVED:
-            jobs = [_looped_rank(spec, r, spec.block, spec.num_ranks - 1) for r in _ranks(spec)]
+            return looped_order(spec.stage_ranks, number, block=spec.block, prefetch=spec.num_ranks - 1)
         case ScheduleFamily.WAVE | ScheduleFamily.ZB_H1 | ScheduleFamily.ZB_V:
             return unit_order(spec)
         case ScheduleFamily.LIST:
             raise InternalError(id="PF213", what="an order made by list scheduling follows from no numbers")
         case _:
             assert_never(spec.family)
-    return Order(jobs=tuple(jobs), stage_ranks=spec.stage_ranks, num_microbatches=spec.num_microbatches)
+
+
+def looped_order(
+    stage_ranks: Sequence[int], num_microbatches: int, *, block: int, prefetch: int = 0, warm_up: int | None = None
+) -> Order:
+    """W_r - 1 forwards, then (forward, backward) while forwards last, then backwards; stages go round the ranks.
+
+    W_r = (n-1)·L + k + min(k-1, P), where rank r owns n stages and the last of them is the k-th from the end; where the
+    stages are v rounds of D ranks, n = v and k = D-r. With one stage a rank L does not matter. `warm_up` gives W_r - 1
+    instead. D=2 M=4 v=1 P=0, where W = 2, 1:
+
+        rank 0  0F0 | 0F1 0B0  0F2 0B1  0F3 0B2 | 0B3
+        rank 1      | 1F0 1B0  1F1 1B1  1F2 1B2  1F3 1B3 |
+    """
+    jobs = []
+    for rank in range(max(stage_ranks) + 1):
+        owned = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
+        from_end = len(stage_ranks) - owned[-1]
+        forwards = _in_blocks(owned, num_microbatches, block)
+        backwards = _in_blocks(owned[::-1], num_microbatches, block) + len(stage_ranks) * num_microbatches
+        first = (len(owned) - 1) * block + from_end - 1 + min(from_end - 1, prefetch) if warm_up is None else warm_up
+        first = min(first, len(forwards))
+        pairs = np.stack((forwards[first:], backwards[: len(forwards) - first]), axis=1)
+        jobs.append(np.concatenate((forwards[:first], pairs.ravel(), backwards[len(forwards) - first :])))
+    return Order(jobs=tuple(jobs), stage_ranks=tuple(stage_ranks), num_microbatches=num_microbatches)
 
 
 def gpipe(*, num_ranks: int, num_microbatches: int, num_loops: int = 1) -> Schedule:
@@ -96,40 +122,12 @@ def looped(
     )
 
 
-def _ranks(spec: ScheduleSpec) -> range:
-    return range(spec.num_ranks)
-
-
-def _in_blocks(spec: ScheduleSpec, stages: Sequence[int], block: int) -> Jobs:
+def _in_blocks(stages: Sequence[int], num_microbatches: int, block: int) -> Jobs:
     """For each block of micro-batches, for each of the stages, all of the block."""
-    number = spec.num_microbatches
-    first = np.asarray(stages, dtype=np.int64)[:, None] * number
-    blocks = [np.arange(start, min(start + block, number)) for start in range(0, number, block)]
+    first = np.asarray(stages, dtype=np.int64)[:, None] * num_microbatches
+    starts = range(0, num_microbatches, block)
+    blocks = [np.arange(start, min(start + block, num_microbatches)) for start in starts]
     return np.concatenate([(first + microbatches).ravel() for microbatches in blocks])
-
-
-def _forwards(spec: ScheduleSpec, rank: int, block: int) -> Jobs:
-    return _in_blocks(spec, range(rank, spec.num_stages, spec.num_ranks), block)
-
-
-def _backwards(spec: ScheduleSpec, rank: int, block: int) -> Jobs:
-    owned = reversed(range(rank, spec.num_stages, spec.num_ranks))
-    return _in_blocks(spec, tuple(owned), block) + spec.num_stages * spec.num_microbatches
-
-
-def _looped_rank(spec: ScheduleSpec, rank: int, block: int, prefetch: int) -> Jobs:
-    """Rank r's order: W_r - 1 forwards, then (forward, backward) while forwards last, then backwards.
-
-    W_r = (v-1)·L + (D-r) + min(D-r-1, P); with one loop L does not matter. D=2 M=4 v=1 P=0, where W = 2, 1:
-
-        rank 0  0F0 | 0F1 0B0  0F2 0B1  0F3 0B2 | 0B3
-        rank 1      | 1F0 1B0  1F1 1B1  1F2 1B2  1F3 1B3 |
-    """
-    forwards, backwards = _forwards(spec, rank, block), _backwards(spec, rank, block)
-    later_ranks = spec.num_ranks - rank - 1
-    warm_up = min((spec.num_loops - 1) * block + later_ranks + min(later_ranks, prefetch), len(forwards))
-    pairs = np.stack((forwards[warm_up:], backwards[: len(forwards) - warm_up]), axis=1)
-    return np.concatenate((forwards[:warm_up], pairs.ravel(), backwards[len(forwards) - warm_up :]))
 
 
 def forward_only(schedule: Schedule) -> Schedule:

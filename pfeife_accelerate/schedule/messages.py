@@ -6,14 +6,14 @@ whose consumer rank is the producer's own is a local hand-over. Ignores: sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.actions import Action, ActionKind
 
-__all__ = ["Message", "Messages", "Routes", "Transfer", "chain_messages", "transfer_of"]
+__all__ = ["Message", "Messages", "Routes", "Transfer", "chain_messages", "messages_between", "transfer_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,22 @@ def chain_messages(stage_ranks: Sequence[int], *, has_grad: bool = True) -> Mess
         Message(producer_stage=stage, consumer_rank=rank, consumer_stages=(stage + 1,), has_grad=has_grad)
         for stage, rank in enumerate(stage_ranks[1:])
     )
+
+
+def messages_between(values: Iterable[tuple[int, Sequence[int], bool]], stage_ranks: Sequence[int]) -> Messages:
+    """The messages that carry values given as (producing stage, reading stages, whether a gradient comes back)."""
+    readers: dict[tuple[int, int], set[int]] = {}
+    with_grad: set[tuple[int, int]] = set()
+    for producer, consumers, has_grad in values:
+        for stage in consumers:
+            key = (producer, stage_ranks[stage])
+            readers.setdefault(key, set()).add(stage)
+            with_grad |= {key} if has_grad else set()
+    return tuple(
+        Message(producer_stage=key[0], consumer_rank=key[1], consumer_stages=tuple(sorted(stages)),
+                has_grad=key in with_grad)
+        for key, stages in sorted(readers.items())
+    )  # fmt: skip
 
 
 class Routes:

@@ -22,9 +22,9 @@ _WHOLE = (ActionKind.FORWARD, ActionKind.BACKWARD)
 _HALVES = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Order:
-    """The jobs of every rank in their order, and where each stage lives."""
+    """The jobs of every rank in their order, and where each stage lives. An order equals itself alone."""
 
     jobs: tuple[Jobs, ...]
     stage_ranks: tuple[int, ...]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,8 +84,8 @@ class Announcement:
         )
 
 
-class _PassedBy(Exception):
-    """This rank's script alone makes a call."""
+class _LookUp(Exception):
+    """Other messages than the awaited one are to be looked at."""
 
 
 class Conductor:
@@ -101,8 +102,8 @@ class Conductor:
         self._not_made: dict[int, set[int]] = {}
         self._evaluating: dict[int, set[int]] = {}
         self._training: set[int] = set()
-        self.passed_by: Callable[[set[int]], bool] = lambda _ranks: False
-        """Whether one of these ranks, as the control plane numbers them, waits in a barrier that this one is not in."""
+        self.in_barriers: Callable[[], set[int]] = set
+        """The ranks, as the control plane numbers them, that wait in a barrier that this one has not come to."""
         self.waiting_for: int | None = None
         """The rank, as the control plane numbers it, whose message is waited for at this moment."""
         self._demanded: dict[int, set[str]] = {}
@@ -165,27 +166,37 @@ class Conductor:
         self._starting.add(number)
         try:
             while True:
+                beyond = self.in_barriers()
+                self._listen()  # what those ranks sent before they came there has arrived
                 missing = self._not_in(number)
-                self._refuse_to_wait(number, missing)
+                if self._is_alone(number, missing, beyond):
+                    return False
                 if not missing:
                     return True
                 if not self._serve_demands(serve_demand, urgent=True):
-                    end = partial(self._refuse_to_wait, number, missing)
-                    self._note(self._receive(_TO_LEADER, min(missing), end))
-        except _PassedBy:
-            if number not in self._training and (alone := self._evaluating.pop(number, None)):
-                self._send_alone(number, alone)
-            return False
+                    with suppress(_LookUp):
+                        self._note(self._receive(_TO_LEADER, min(missing), partial(self._look_up, missing)))
         finally:
             self._starting.discard(number)
 
-    def _refuse_to_wait(self, number: int, missing: set[int]) -> None:
-        """Raise if this rank's script alone makes a call: the others train where it evaluates (a validation on the main
+    def _look_up(self, missing: set[int]) -> None:
+        if not missing.isdisjoint(self.in_barriers()):
+            raise _LookUp
+
+    def _is_alone(self, number: int, missing: set[int], beyond: set[int]) -> bool:
+        """Whether this rank's script alone makes a call: the others train where it evaluates (a validation on the main
         process, between two steps), or wait in a barrier that it has not come to.
         """
-        trains = set(self._followers) - missing - self._evaluating.get(number, set())
-        if (trains and number not in self._training) or self.passed_by(missing):
-            raise _PassedBy
+        trains = number not in self._training and (set(self._followers) - missing - self._evaluating.get(number, set()))
+        if not trains and missing.isdisjoint(beyond):
+            return False
+        if number not in self._training and (alone := self._evaluating.pop(number, None)):
+            self._send_alone(number, alone)
+        return True
+
+    def _listen(self) -> None:
+        while (body := self.control.poll(_TO_LEADER)) is not None:
+            self._note(body)
 
     def meet(
         self,
@@ -342,8 +353,7 @@ class Conductor:
         return busy
 
     def _serve(self, serve_demand: Callable[[Call], None], *, urgent: bool) -> bool:
-        while (body := self.control.poll(_TO_LEADER)) is not None:
-            self._note(body)
+        self._listen()
         return self._serve_demands(serve_demand, urgent=urgent)
 
     def _take_part(self, run: Callable[[Call, Announcement], None]) -> bool:

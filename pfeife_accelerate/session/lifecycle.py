@@ -59,7 +59,7 @@ class Session:
         self.transport = DistributedTransport(mesh.pipeline_group, device)
         self.executor = Executor(self.transport, device)
         self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)
-        self.conductor.passed_by = self._passed_by
+        self.conductor.in_barriers = self._in_barriers
         first = mesh.pipeline_index * mesh.pipeline_size
         self.batch_check = BatchCheck(control, first + mesh.pipeline_size - 1, mesh.pipeline_size)
         self.models: list[PipelinedModel] = []
@@ -119,7 +119,7 @@ class Session:
             self.hand_changes.note_moment(self.models)
             self.num_meetings += 1
 
-    def _passed_by(self, ranks: set[int]) -> bool:
+    def _in_barriers(self) -> set[int]:
         waiting: set[int] = set()
         for what in _MEETINGS:
             topic, bodies = f"{what} {self._meetings[what] + 1}", []
@@ -128,7 +128,7 @@ class Session:
             for body in bodies:
                 waiting.add(int(str(body["rank"])))
                 self.control.post([self.mesh.world_rank], topic, body)
-        return not waiting.isdisjoint(ranks)
+        return waiting
 
     def service(self, *, urgent: bool = False) -> bool:
         """Run what other ranks wait for; called whenever the script enters this package.

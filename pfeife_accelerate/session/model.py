@@ -138,8 +138,7 @@ class PipelinedModel:
         return False
 
     def _plan(self, call: Call) -> None:
-        mesh = self.session.mesh
-        self.states = self.capture.states()
+        mesh, self.states = self.session.mesh, self.capture.states()
         kept = partial(training_state, self.session.optimizers.known, self.states)
         plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device, kept))
         self.placement = Placement(stages_of_states(call.graph, plan.cuts), plan.stage_ranks, self.states, mesh.rank)

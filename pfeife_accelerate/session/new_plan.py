@@ -15,7 +15,7 @@ import torch
 from pfeife_accelerate.capture.op_graph import to_op_graph
 from pfeife_accelerate.config import PfeifePlugin
 from pfeife_accelerate.cost.link_profile import LinkProfile
-from pfeife_accelerate.ir import DeviceSpec, OpGraph, PipelinePlan, cost_graph_of
+from pfeife_accelerate.ir import CostGraph, DeviceSpec, OpGraph, PipelinePlan, cost_graph_of
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner import SearchOptions, cuts_at, make_plan, pipeline_plan
 from pfeife_accelerate.planner.describe import describe
@@ -27,7 +27,7 @@ from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
 __all__ = ["TrainingState", "graph_of", "new_plan", "search_options"]
 
 _LOG = get_logger(__name__)
-_MEASURING_S = 20.0  #: for all sizes of micro-batches together
+_PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 
 #: Bytes that training keeps of each parameter on a device, and seconds of its optimizer step.
 TrainingState: TypeAlias = Callable[[DeviceSpec], Mapping[str, tuple[int, float]]]
@@ -46,22 +46,29 @@ def new_plan(
     links: LinkProfile | None,
     state: TrainingState,
 ) -> PipelinePlan:
-    """The fastest plan over the numbers of micro-batches that may be chosen."""
+    """The fastest plan over the numbers of micro-batches that may be chosen; the best number's in full effort."""
     machine = machine_here(mesh, device, links)
     kept = state(machine.device_of(0))
     options = search_options(plugin)
 
-    def plan_for(number: int, budget_s: float) -> PipelinePlan:
+    graphs: dict[int, tuple[OpGraph, CostGraph]] = {}
+
+    def quick_plan(number: int, budget_s: float) -> PipelinePlan:
         ops = graph_of(call, number)
         costs = measured_costs(plugin, call, rows_of(call, number), device, budget_s=budget_s)
-        fixed = options
+        graphs[number] = ops, cost_graph_of(ops, costs, kept)
+        return plan_for(number, "quick")
+
+    def plan_for(number: int, effort: str) -> PipelinePlan:
+        ops, graph = graphs[number]
+        wanted = replace(options, effort=effort)
         if options.split_points:
             loops = options.num_loops or max(1, (len(options.split_points) + 1) // mesh.pipeline_size)
-            fixed = replace(options, cuts=cuts_at(ops, options.split_points, mesh.pipeline_size * loops))
-        planned = make_plan(cost_graph_of(ops, costs, kept), machine, mesh.pipeline_size, number, fixed)
-        return pipeline_plan(planned, ops)
+            wanted = replace(wanted, cuts=cuts_at(ops, options.split_points, mesh.pipeline_size * loops))
+        return pipeline_plan(make_plan(graph, machine, mesh.pipeline_size, number, wanted), ops)
 
-    plan = fastest(plan_for, candidates(plugin, call, mesh.pipeline_size), _MEASURING_S)
+    chosen = fastest(quick_plan, candidates(plugin, call, mesh.pipeline_size), _PLANNING_S)
+    plan = plan_for(chosen.spec.num_microbatches, "full")
     _LOG.info("plan\n%s", describe(plan))
     return plan
 

@@ -25,6 +25,8 @@ _LOG = get_logger(__name__)
 _PER_RANK = (2, 1, 4, 8)
 #: Times of the same operations differ by so much from one measurement to the next: a smaller gain is none.
 _NOISE = 0.05
+#: No plan fits into memory; the options for the order do not suit that number.
+_ABOUT_THE_NUMBER = ("PF302", "PF210")
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def fastest(
 ) -> PipelinePlan:
     """The fastest of the plans `plan_for(number, seconds that its measurements may take)`.
 
-    Numbers for which there is not as much time left as the first one took are left out. A number for which no plan
-    fits into memory is, too, unless there is none for any.
+    Numbers for which there is not as much time left as the first one took are left out. So is a number for which there
+    is no plan, unless there is none for any.
     """
     best: PipelinePlan | None = None
     refusal: PfeifeError | None = None
@@ -90,6 +92,8 @@ def fastest(
         try:
             plan = plan_for(number, left_s)
         except PfeifeError as error:
+            if error.id not in _ABOUT_THE_NUMBER:
+                raise
             refusal = refusal or error
             _LOG.info("%d micro-batches: %s", number, error.what)
             continue

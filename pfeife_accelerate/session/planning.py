@@ -18,7 +18,7 @@ from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import DeviceSpec, PipelinePlan, from_json, to_json
 from pfeife_accelerate.runtime.mesh import PipelineMesh
-from pfeife_accelerate.schedule import chain_messages, lower
+from pfeife_accelerate.schedule import lower, messages_between
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.links import agree_on_links
 from pfeife_accelerate.session.new_plan import TrainingState, graph_of, new_plan, search_options
@@ -120,7 +120,17 @@ def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> No
             where=f"plan_file: {path}",
             why=f"no cut is possible at {wrong}" if wrong else "each stage needs an operation",
         )
-    lower(plan.schedule, chain_messages(plan.stage_ranks))
+    unknown = [action for actions in plan.per_rank for action in actions if "I" in action or "W" in action]
+    if unknown or plan.recompute:
+        raise PfeifeError(
+            id="PF225",
+            what=f"the plan in {path} " + (f"splits backwards ({unknown[0]})" if unknown else "recomputes activations"),
+            where=f"plan_file: {path}",
+            why="this version runs whole backwards and keeps all activations",
+            hints=("plan with --backward whole --recompute none",),
+        )
+    values = ((edge.producer, edge.consumers, edge.spec.requires_grad) for edge in plan.edges)
+    lower(plan.schedule, messages_between(values, plan.stage_ranks))
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import pfeife_accelerate
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.tools.plan_request import add_arguments
 
 __all__ = ["main"]
 
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="show versions, patches and devices, and test two processes")
     doctor.add_argument("--no-self-test", action="store_true", help="do not start processes")
+    add_arguments(commands.add_parser("plan", help="plan a model or a cost graph for a machine"))
     _add_profile(commands)
     options = parser.parse_args(arguments)
     try:
@@ -46,6 +48,10 @@ def _run(options: argparse.Namespace) -> int:
             from pfeife_accelerate.tools.doctor import doctor
 
             return doctor(with_self_test=not options.no_self_test)
+        case "plan":
+            from pfeife_accelerate.tools.plan import plan
+
+            return plan(options)
         case "profile":
             from pfeife_accelerate.tools.profile import profile
 

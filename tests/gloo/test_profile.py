@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -43,7 +44,11 @@ def run(script, folder, *arguments):
     path = folder / "train.py"
     path.write_text(script)
     command = [sys.executable, "-m", "pfeife_accelerate.tools.cli", "profile", "--out", str(folder / "cost.json.gz")]
-    env = {"PFEIFE_NUM_MICROBATCHES": "2", "ACCELERATE_USE_CPU": "true"}
+    env = {
+        "PFEIFE_NUM_MICROBATCHES": "2",
+        "ACCELERATE_USE_CPU": "true",
+        "PFEIFE_CACHE_DIR": str(folder / "cache"),
+    }
     return run_command([*command, *arguments[:-1], str(path), arguments[-1]], env=env, timeout=120)
 
 
@@ -72,6 +77,10 @@ def test_a_script_is_measured_up_to_its_first_training_call(tmp_path):
     assert all(value.num_bytes == 4 * 64 * 4 for value in graph.values)  # half of eight rows
     assert not machine.device_of(0).runs_ahead and machine.device_of(0).action_s > 0
     assert machine.link.bytes_per_s > 1e6 and machine.device_of(0).memory_bytes > 1e6
+
+    kept = {path.name.split("-")[0]: json.loads(path.read_text()) for path in (tmp_path / "cache").glob("*.json")}
+    assert set(kept) == {"links", "operations"}
+    assert 3 <= len(kept["operations"]["entries"]) < len(graph.nodes)  # equal layers are measured once
 
 
 def test_a_script_that_does_not_train_is_told_so(tmp_path):

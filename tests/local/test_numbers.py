@@ -90,3 +90,15 @@ def test_a_number_that_does_not_fit_is_passed_over():
     assert fastest(plan_for, (4, 2, 8), 20.0).spec.num_microbatches == 8
     with pytest.raises(PfeifeError, match="no plan fits with 4"):
         fastest(plan_for, (4, 2), 20.0)
+
+
+def test_an_error_that_no_other_number_mends_is_raised_at_once():
+    tried = []
+
+    def plan_for(number: int, _: float) -> Any:
+        tried.append(number)
+        raise PfeifeError(id="PF304", what="unknown split point 'a'")
+
+    with pytest.raises(PfeifeError, match="PF304"):
+        fastest(plan_for, (4, 2), 20.0)
+    assert tried == [4]

@@ -17,7 +17,7 @@ from pfeife_accelerate.capture.fakes import FakeState
 from pfeife_accelerate.capture.graph import CapturedGraph, bind_symbols
 from pfeife_accelerate.capture.measurable import measurable_ops
 from pfeife_accelerate.compat import dynamo_limits, mark_batch_dynamic
-from pfeife_accelerate.cost import device_spec, estimate, link_spec, measure
+from pfeife_accelerate.cost import device_spec, estimate, link_spec, measure, op_profile
 from pfeife_accelerate.ir import CostOrigin, TensorSpec
 from pfeife_accelerate.ir.costs import MeasurableOp, OpCost, Operand, OperandRole, PreparedOp
 
@@ -215,6 +215,27 @@ def test_what_fails_is_modelled():
     cost, other = measure([failing, linear()], CPU)
     assert cost.origin is CostOrigin.MODELLED and other.origin is CostOrigin.MEASURED
     assert cost.forward_s > 0 and cost.backward_input_s > cost.forward_s and cost.saved_bytes == (64 + 8) * 32 * 4
+
+
+def test_what_is_modelled_is_calibrated_by_what_was_measured(monkeypatch):
+    here = device_spec(CPU)
+    fast = replace(here, flops_per_s=tuple((dtype, 1e4 * rate) for dtype, rate in here.flops_per_s), launch_s=1e-10)
+    monkeypatch.setattr(op_profile, "device_spec", lambda device: fast)
+    reads = (operand(4096, 512, storage=1), operand(512, 512, storage=2))
+    write = (operand(4096, 512, storage=3),)
+    product = op("matmul", torch.matmul, reads, write)
+    measured, modelled = measure([product, op("matmul", refused, reads, write, key="refused")], CPU)
+    assert (measured.origin, modelled.origin) == (CostOrigin.MEASURED, CostOrigin.MODELLED)
+    assert modelled.forward_s == pytest.approx(measured.forward_s, rel=0.3)
+    assert estimate(product, fast).forward_s < measured.forward_s / 10
+
+
+def test_progress_is_told_of_new_operations_alone():
+    told = []
+    profiles = {}
+    measure([linear("a"), linear("b")], CPU, profiles=profiles, progress=lambda *numbers: told.append(numbers))
+    assert told == [(0, 2), (1, 2), (2, 2)]
+    measure([linear("a"), linear("b")], CPU, profiles=profiles, progress=lambda *numbers: pytest.fail("all is known"))
 
 
 def test_without_budget_all_is_modelled():

@@ -59,7 +59,7 @@ def measure(operations: int, ranks: int, effort: str) -> Measured:
         ranks=ranks,
         microbatches=microbatches,
         planning_s=planning_s,
-        gap=planned.estimate_s / planned.lower_bound_s.seconds - 1,
+        gap=planned.estimate_s / planned.lower_bound_s - 1,
         order=f"{planned.schedule.spec.family.value} x{len(planned.stage_ranks) / ranks:.3g}",
     )
 

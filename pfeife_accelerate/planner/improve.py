@@ -1,0 +1,196 @@
+"""Making the most of the starts: cuts for the order, order for the cuts, and shaking what is best.
+
+Models: starts that compete, the better half of them at each turn with more rounds than before; the best of them moved
+at random and improved again until the effort is spent; what is small enough tried out whole.
+Ignores: where starts come from, and what becomes of the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from math import comb
+
+import numpy as np
+
+from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.planner.options import SearchOptions
+from pfeife_accelerate.planner.problem import Problem
+from pfeife_accelerate.planner.refine import Refined, refine, shake
+from pfeife_accelerate.planner.reorder import reorder
+from pfeife_accelerate.planner.starts import Start, by_value, order_for, starting_cuts
+from pfeife_accelerate.planner.valuation import Effort, Valuation
+from pfeife_accelerate.schedule.families import looped_order
+from pfeife_accelerate.schedule.order import split_backwards
+
+__all__ = ["improved", "is_small", "lifted", "selected", "shaken", "tried_out"]
+
+_BEAM = 5  # starts that are improved where the cuts are given
+_FINE = 10  # starts that see all profiles, and are improved
+_FIRST_ROUNDS = 12
+_SHARE = 0.4  # of what is left, that one such selection may take
+_TURNS = 4
+_SHAKES = 400
+_REORDER_EVERY = 8
+_FINALISTS = 2
+_TURNS_OF_ALL = 2
+_EXHAUSTIVE = 60_000  # slicings times orders that are tried out rather than searched
+_EXHAUSTIVE_OPERATIONS = 24
+_LOOKED_AT_ALONE = 4  # of those, for each order: see `Valuation.value`
+
+
+def improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
+    """The best that can be made of the starts."""
+    if problem.options.cuts is not None:
+        finished = [_reordered(problem, start, effort) for start in begun[:_BEAM]]
+        return min(finished, key=by_value)
+    return shaken(problem, selected(problem, begun, effort), effort)
+
+
+def tried_out(problem: Problem, begun: list[Start], effort: Effort) -> Start:
+    """The best of all slicings there are, for each order."""
+    return _reordered(problem, min(_all_slicings(problem, begun), key=by_value), effort)
+
+
+def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start]:
+    """The best two starts after the best of them have been improved.
+
+    The chosen ones get some rounds each, the better half of them more. What is large leaves time for the most promising
+    of them alone.
+    """
+    chosen = [_on_all_profiles(problem, start, effort) for start in _varied(begun, _FINE)]
+    chosen.sort(key=by_value)
+    rounds, finalists = _FIRST_ROUNDS, chosen[:1]
+    while len(chosen) > 1 and not effort.is_spent:
+        least_s = effort.left_s * (1 - _SHARE)
+        turned: list[Start] = []
+        for start in chosen:
+            if len(turned) < 2 or effort.left_s > least_s:
+                turned.append(_by_turns(problem, start, effort, rounds))
+        turned.sort(key=by_value)
+        chosen, finalists = turned[: len(turned) // 2], turned[:_FINALISTS]
+        rounds *= 4
+    return finalists
+
+
+def lifted(problem: Problem, start: Start, effort: Effort) -> Start | None:
+    """A start of the same question with fewer micro-batches, for all of them; None where no order of its kind runs."""
+    number, ranks = problem.num_microbatches, problem.num_ranks
+    if start.spec.family is ScheduleFamily.LIST:
+        specs = [replace(start.spec, num_microbatches=number)]
+        blocks = dict.fromkeys((min(ranks, number), number))
+        orders = [looped_order(start.order.stage_ranks, number, block=block, prefetch=ranks - 1) for block in blocks]
+        orders = [split_backwards(order) if problem.is_split else order for order in orders]
+        pairs = [(specs[0], order) for order in orders]
+    else:
+        block = start.spec.microbatches_per_loop
+        block = number if block == start.spec.num_microbatches else block
+        spec = replace(start.spec, num_microbatches=number, microbatches_per_loop=block)
+        pairs = [(spec, order_for(problem, spec))]
+    found = []
+    for spec, order in pairs:
+        value = float(Valuation(problem, order, effort).values(start.cuts[None])[0])
+        found.append(Start(spec=spec, order=order, cuts=start.cuts, value=value))
+    best = min(found, key=by_value)
+    if not np.isfinite(best.value):
+        return None
+    return _reordered(problem, best, effort) if start.spec.family is ScheduleFamily.LIST else best
+
+
+def _varied(begun: list[Start], number: int) -> list[Start]:
+    """The best starts, at most two of a family and number of loops."""
+    count: dict[tuple[str, int], int] = {}
+    chosen = []
+    for start in begun:
+        kind = (start.family, start.spec.num_loops)
+        count[kind] = count.get(kind, 0) + 1
+        if count[kind] <= 2:
+            chosen.append(start)
+    return chosen[:number]
+
+
+def _on_all_profiles(problem: Problem, start: Start, effort: Effort) -> Start:
+    if effort.is_spent:
+        return start
+    cuts = starting_cuts(problem, start.order.num_stages, fine=True)
+    values = Valuation(problem, start.order, effort).values(cuts)
+    best = int(values.argmin())
+    return replace(start, cuts=cuts[best], value=float(values[best])) if values[best] < start.value else start
+
+
+def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> Start:
+    """Cuts for the order, order for the cuts, until neither helps or the rounds are over."""
+    current = start
+    for _ in range(_TURNS):
+        before = current.value
+        found = refine(Valuation(problem, current.order, effort), current.cuts, rounds=rounds)
+        if found.value <= current.value:
+            current = replace(current, cuts=found.cuts, value=found.value)
+        current = _reordered(problem, current, effort)
+        if current.value >= before * (1 - 1e-6) or effort.is_spent or rounds < 16:
+            break
+    return current
+
+
+def _reordered(problem: Problem, start: Start, effort: Effort) -> Start:
+    """The start with a better order, where the user leaves the order to us."""
+    if problem.options.family not in (None, ScheduleFamily.LIST) or _fixes_order(problem.options):
+        return start
+    order, value = reorder(Valuation(problem, start.order, effort), start.cuts)
+    if value >= start.value * (1 - 1e-9):
+        return start
+    listed = ScheduleSpec(
+        family=ScheduleFamily.LIST,
+        num_ranks=problem.num_ranks,
+        num_microbatches=problem.num_microbatches,
+        num_loops=start.spec.num_loops,
+    )
+    return replace(start, spec=listed, order=order, value=value)
+
+
+def _fixes_order(options: SearchOptions) -> bool:
+    return options.microbatches_per_loop is not None or options.prefetch_forwards is not None
+
+
+def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
+    """Random moves and descents from the finalists by turns, with the same random numbers each time."""
+    generator = np.random.default_rng(0)
+    current = list(finalists)
+    for turn in range(_SHAKES):
+        if effort.is_spent:
+            break
+        if turn == _TURNS_OF_ALL * len(finalists):
+            current = [min(current, key=by_value)]
+        which = turn % len(current)
+        start = current[which]
+        valuation = Valuation(problem, start.order, effort)
+        best = Refined(cuts=start.cuts, value=start.value)
+        valuation.values(best.cuts[None])
+        for _ in range(_REORDER_EVERY):
+            if effort.is_spent:
+                break
+            best = shake(valuation, best, generator)
+        shaken = replace(start, cuts=best.cuts, value=best.value)
+        current[which] = _reordered(problem, shaken, effort)
+    return min(current, key=by_value)
+
+
+def is_small(problem: Problem, begun: list[Start]) -> bool:
+    """Whether all slicings can be tried out."""
+    operations = len(problem.positions)
+    if operations > _EXHAUSTIVE_OPERATIONS:
+        return False
+    number = sum(comb(operations, start.order.num_stages - 1) for start in begun)
+    return number <= _EXHAUSTIVE
+
+
+def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
+    """Each order on the best of all slicings there are."""
+    unlimited = Effort(left_s=np.inf)
+    for start in begun:
+        chosen = list(combinations(problem.positions.tolist(), start.order.num_stages - 1))
+        cuts = np.asarray(chosen, dtype=np.int64).reshape(len(chosen), -1)
+        valuation = Valuation(problem, start.order, unlimited)
+        nearest = cuts[np.argsort(valuation.values(cuts), kind="stable")[:_LOOKED_AT_ALONE]]
+        yield min((replace(start, cuts=c, value=valuation.exact(c)) for c in (start.cuts, *nearest)), key=by_value)

@@ -1,0 +1,115 @@
+"""A model's training step as cost graphs: captured once on fake tensors, costed for a device at any number of rows.
+
+Models: roofline times of every operation; kept memory, each storage once; a parameter's gradient and optimizer state
+as Adam keeps them in mixed precision. Ignores: the loss, which mixes the rows and is no part of any stage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pfeife_accelerate.capture.failure import CaptureFailure
+from pfeife_accelerate.capture.measurable import measurable_ops
+from pfeife_accelerate.capture.model_capture import ModelCapture
+from pfeife_accelerate.capture.op_graph import to_op_graph
+from pfeife_accelerate.cost.op_profile import measure
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import CostGraph, CostTable, DeviceSpec, OpGraph, cost_graph_of
+from pfeife_accelerate.tools.models.case import ModelCase
+
+__all__ = ["OPTIMIZER_BYTES", "STATE_BYTES", "ModelledModel"]
+
+#: Bytes for each element of a parameter. In 16 bits: parameter and gradient 2 each, Adam's two states and the copy in
+#: full precision 4 each; in 32 bits: four times 4.
+STATE_BYTES: Final = 16
+#: Bytes that a step of Adam moves for each: it reads the gradient, reads and writes the rest.
+OPTIMIZER_BYTES: Final = 28
+
+_CPU = torch.device("cpu")
+
+
+class ModelledModel:
+    """The captured training step of a model case.
+
+    Raises: PfeifeError PF137 if its batch cannot be divided, PF510 if it cannot be captured.
+    """
+
+    def __init__(self, case: ModelCase) -> None:
+        self.name = case.name
+        torch.compiler.reset()  # what an earlier model left would make symbols of the numbers in which this one differs
+        batch = dict(case.batch)
+        case.module.forward = _with_one_number_of_rows(case.module)
+        capture = ModelCapture(case.module, _CPU)
+        try:
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # its remarks concern a real run
+                self._call = capture.call((), batch, None)
+        except CaptureFailure as failure:
+            raise failure.refusal from failure
+        if self._call.graph.refusal is not None:
+            raise PfeifeError(
+                id="PF137",
+                what=f"{self.name} cannot be planned for: its batch cannot be divided into micro-batches",
+                why=self._call.graph.refusal,
+            )
+        self._states = capture.states()
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, a shared one once."""
+        return sum(state.numel() for state in self._states.values() if isinstance(state, nn.Parameter))
+
+    @property
+    def least_rows(self) -> int:
+        """The fewest rows that a micro-batch may have: BatchNorm has no statistics of a single one."""
+        return 2 if self._call.graph.has_batch_statistics else 1
+
+    def op_graph(self, rows: int) -> OpGraph:
+        """The operations on a micro-batch of that many rows."""
+        return to_op_graph(self._call.graph, self._bindings(rows))
+
+    def cost_graph(self, rows: int, device: DeviceSpec) -> CostGraph:
+        """What they should cost on a device."""
+        ops = measurable_ops(self._call.graph, self._bindings(rows), _CPU)
+        table = CostTable(ops=measure(ops, _CPU, budget_s=0.0, spec=device))  # without time to measure, all is modelled
+        state = {
+            name: (value.numel() * STATE_BYTES, value.numel() * OPTIMIZER_BYTES / device.bytes_per_s)
+            for name, value in self._states.items()
+            if value.requires_grad
+        }
+        return cost_graph_of(self.op_graph(rows), table, state, name=self.name)
+
+    def _bindings(self, rows: int) -> dict[Any, int]:
+        batch_symbols = self._call.graph.batch_symbols
+        return {symbol: rows if symbol in batch_symbols else value for symbol, value in self._call.bindings.items()}
+
+
+def _with_one_number_of_rows(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward after a look at its arguments, from which a capture learns that they have equally many rows.
+
+    Without it each argument's number of rows is a symbol of its own, and a reshape of one by the rows of another
+    (diffusers does so with `time_ids`) seems to mix the rows.
+    """
+    forward = module.forward
+
+    def same_rows(**batch: Any) -> Any:
+        rows = [tensor.shape[0] for tensor in _tensors(batch)]
+        for number in rows:
+            if number != rows[0]:
+                raise ValueError(f"arguments with {number} and {rows[0]} rows")
+        return forward(**batch)
+
+    return same_rows
+
+
+def _tensors(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value)
