@@ -230,7 +230,7 @@ def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
         return
     most = min(_MOST_ROUNDS * ranks, _ENOUGH_STAGES, len(problem.positions) + 1)
     numbers = [stages for stages in range(ranks + 1, most) if stages % ranks]
-    for stages in numbers[:: -(-len(numbers) // _MOST_BETWEEN)]:
+    for stages in numbers[:: len(numbers) // _MOST_BETWEEN + 1]:
         if effort.is_spent:
             break
         spec = ScheduleSpec(

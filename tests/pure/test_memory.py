@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.ir import CostGraph, CostValue, ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.planner import Problem, SearchOptions
 from pfeife_accelerate.planner.memory import MemoryProfile
 from pfeife_accelerate.planner.slices import Slices
@@ -40,7 +40,8 @@ def items_of(graph, order, cuts, *, recompute=(), memory_bytes=1000):
 
 
 def peaks_of(graph, order, cuts, **options):
-    return [item.peak_bytes for item in items_of(graph, order, cuts, **options)]
+    """Without messages under way."""
+    return [item.peak_bytes - item.buffer_bytes for item in items_of(graph, order, cuts, **options)]
 
 
 def kept(number, saved=10, **numbers):
@@ -158,3 +159,18 @@ def test_recomputation_never_keeps_more_where_inputs_are_smaller(seed):
     # While one backward runs, its inputs and its activations are there together.
     assert (less <= peaks + again.saved_bytes)[smaller].all()
     assert (again.backward_s[0] >= plain.backward_s[0]).all()
+
+
+def test_one_message_is_under_way_on_each_link_the_largest():
+    """Values of 5 and 7 bytes cross to the other rank, the gradient of the first comes back; the third stays."""
+    values = (
+        CostValue(producer=0, readers=(1,), num_bytes=5, gradient_bytes=5),
+        CostValue(producer=1, readers=(2, 3), num_bytes=7),
+        CostValue(producer=2, readers=(3,), num_bytes=9),
+    )
+    graph = CostGraph(name="links", nodes=(node(),) * 4, values=values)
+    order = order_by("looped", 2, 2, num_loops=2)
+    items = items_of(graph, order, (1, 2, 3))
+    # rank 0 -> 1: max(5 of stage 0, 9 of stage 2); rank 1 -> 0: max(7 of stage 1, the gradient of 5)
+    assert [item.buffer_bytes for item in items] == [9 + 7, 9 + 7]
+    assert [item.buffer_bytes for item in items_of(graph, order_by("gpipe", 1, 2), ())] == [0]

@@ -163,7 +163,7 @@ def test_every_start_is_a_slicing_at_legal_positions(seed):
     for ranks, loops in ((2, 1), (2, 2), (3, 1), (1, 3)):
         if ranks * loops > len(legal) + 1:
             continue
-        cuts = starting_cuts(problem_of(graph, ranks), loops, fine=True)
+        cuts = starting_cuts(problem_of(graph, ranks), ranks * loops, fine=True)
         assert cuts.shape[1] == ranks * loops - 1
         assert set(cuts.ravel().tolist()) <= legal
         assert (np.diff(cuts, axis=1) > 0).all()
