@@ -71,7 +71,7 @@ def test_what_the_peak_consists_of():
     assert (first.activation_bytes, first.workspace_bytes) == (40, 3)
     assert (second.params_bytes, second.state_bytes) == (208, 20 - 8 + 600)
     assert (second.activation_bytes, second.workspace_bytes) == (30, 7)
-    assert (first.limit_bytes, first.excess_bytes) == (1800, 843 - 1800)
+    assert (first.limit_bytes, first.excess_bytes) == (1800, 843 + first.buffer_bytes - 1800)
 
 
 def test_the_workspace_of_an_early_operation_may_be_free_again():
@@ -174,3 +174,18 @@ def test_one_message_is_under_way_on_each_link_the_largest():
     # rank 0 -> 1: max(5 of stage 0, 9 of stage 2); rank 1 -> 0: max(7 of stage 1, the gradient of 5)
     assert [item.buffer_bytes for item in items] == [9 + 7, 9 + 7]
     assert [item.buffer_bytes for item in items_of(graph, order_by("gpipe", 1, 2), ())] == [0]
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_message_is_under_way_on_each_link_and_has_memory_at_both_ends():
+    """Of two that share a link the larger one; what stays on a rank is never under way."""
+    graph = chain([node() for _ in range(4)], num_bytes=5, skips=[(0, 3)])
+    first, second = items_of(graph, order_by("looped", 2, 2, num_loops=2), (1, 2, 3))
+    # 0 -> 1 with 5 bytes for its stages 1 and 3, 2 -> 1 with 5; 1 -> 0 with 5; and the same back.
+    assert (first.buffer_bytes, second.buffer_bytes) == (10, 10)
+    (alone,) = items_of(graph, order_by("looped", 1, 2, num_loops=4), (1, 2, 3))
+    assert alone.buffer_bytes == 0
+    frozen = chain([node() for _ in range(2)], num_bytes=5, frozen=1)
+    assert [item.buffer_bytes for item in items_of(frozen, order_by("1f1b", 2, 2), (1,))] == [5, 5]
