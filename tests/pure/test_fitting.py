@@ -55,22 +55,22 @@ def test_devices_of_different_memory_are_each_kept_within_theirs(memory):
 # -- recomputation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backward", ["whole", "split"])
 @pytest.mark.parametrize(
     ("options", "limit_bytes"),
     [
         # A rank has 160 bytes of parameters with their states, and 400 of activations for each micro-batch.
         ({}, 540),
-        ({"num_loops": 2}, 540),
+        ({"backward": "split", "num_loops": 2}, 540),
         ({"cuts": (4,), "schedule": "1f1b"}, 600),
         ({"schedule": "gpipe"}, 540),
-        ({"effort": "quick"}, 540),
+        ({"schedule": "zb-h1"}, 600),
+        ({"backward": "split", "effort": "quick"}, 540),
     ],
 )
-def test_recomputation_makes_a_small_memory_do(backward, options, limit_bytes):
+def test_recomputation_makes_a_small_memory_do(options, limit_bytes):
     where = machine(memory_bytes=-(-limit_bytes * 10 // 9))
-    refused(HEAVY, where, backward=backward, **options)
-    planned = sound_plan(HEAVY, where, microbatches=8, recompute="auto", backward=backward, **options)
+    refused(HEAVY, where, **options)
+    planned = sound_plan(HEAVY, where, microbatches=8, recompute="auto", **options)
     assert planned.recompute
     assert list(planned.recompute) == sorted(set(planned.recompute))
     assert set(planned.recompute) <= set(range(len(planned.stages)))
@@ -155,7 +155,7 @@ WISHES = (
 )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_every_change_that_a_refusal_names_does_fit(seed):
     graph = random_cost_graph(seed, least=8, connected=True)
     ranks, microbatches = (2, 2, 3)[seed % 3], (1, 2, 4)[seed % 4 % 3]
