@@ -91,6 +91,12 @@ class Valuation:
         alone = self if known == slices.messages else Valuation(self.problem, self.order, self.effort, self.recompute)
         return float(alone.value(slices)[0])
 
+    def beyond_s(self, slices: Slices) -> Floats:
+        """What the micro-batches add that are left out."""
+        if not self.problem.num_beyond:
+            return np.zeros(len(slices))
+        return self.problem.num_beyond * slices.rank_work_s.max(axis=0)
+
     def value(self, slices: Slices) -> Floats:
         """The value of each slicing; infinite where the order cannot run.
 
@@ -105,7 +111,7 @@ class Valuation:
             + 5e-6 * graph.num_levels
             + len(slices) * (7e-9 * graph.num_nodes + 5.5e-8 * len(self.problem.graph.nodes))
         )
-        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s)
+        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s) + self.beyond_s(slices)
         if len(slices) > 1 and self._has_room:
             return seconds
         peaks = self.memory.peaks(slices)
