@@ -2,8 +2,10 @@
 
 Models: an order fixes what each job waits for: the job before it on its rank, the messages it reads; and a message
 waits for the job that makes it and the message before it on its directed link. The times are longest paths in this
-graph, so all slicings that share an order are one pass over arrays, level by level.
-Ignores: memory, and how the order was found.
+graph, so all slicings that share an order are one pass over arrays, level by level. What one of them does not send or
+read it need not wait for (`holds`).
+Ignores: memory, and how the order was found; where slicings differ in which stage of a rank adds to a gradient last,
+that has the place on its link that it has for all of them together.
 
 Legend: jobs are numbered as in `schedule.order`; nodes are the jobs, then each message for each micro-batch, then its
 way back.
@@ -30,7 +32,9 @@ class EventGraph:
         """Build it; `runs` tells whether the order can run at all."""
         self.order = order
         self.messages = tuple(messages)
-        self._edges: list[tuple[Ints, Ints]] = []
+        self._edges: list[tuple[Ints, Ints, Ints]] = []
+        #: (message, consumer or -1 for the message as a whole, whether its gradient): what some edges depend on
+        self.conditions: list[tuple[int, int, bool]] = []
         self.num_kinds, self.num_jobs = order.num_kinds, order.num_jobs
         self.num_nodes = self.num_jobs + 2 * len(self.messages) * order.num_microbatches
         self._position = np.full(self.num_jobs, -1, dtype=np.int64)
@@ -48,8 +52,17 @@ class EventGraph:
         number = self.order.num_microbatches
         return np.arange(number) + (kind * self.order.num_stages + stage) * number
 
-    def _edge(self, before: Ints, after: Ints) -> None:
-        self._edges.append((before.ravel(), after.ravel()))
+    def _edge(self, before: Ints, after: Ints, conditions: Ints | None = None) -> None:
+        """Edges, and for each row of them the number of its condition, if it has one."""
+        numbers = np.zeros(1, dtype=np.int64) if conditions is None else conditions
+        depends_on = np.broadcast_to(numbers[:, None], (len(numbers), before.size // len(numbers)))
+        self._edges.append((before.ravel(), after.ravel(), depends_on.ravel()))
+
+    def _conditions(self, messages: Ints, consumers: Ints, *, is_gradient: bool) -> Ints:
+        """Numbers of conditions, from 1 on: 0 is that of edges without."""
+        first = len(self.conditions) + 1
+        self.conditions += [(m, c, is_gradient) for m, c in zip(messages.tolist(), consumers.tolist(), strict=True)]
+        return np.arange(first, len(self.conditions) + 1)
 
     def _local_edges(self) -> None:
         """What a rank's own order must respect; it does in an order that runs, and is a cycle in one that does not."""
@@ -83,15 +96,19 @@ class EventGraph:
             return first[:, None] + microbatch
 
         stages = self.order.num_stages
-        self._edge(each(producer * number), each(sent))
-        self._edge(each(sent[message]), each(consumer * number))
+        whole = np.full(len(index), -1)
+        self._edge(each(producer * number), each(sent), self._conditions(index, whole, is_gradient=False))
+        reads = self._conditions(index[message], consumer, is_gradient=False)
+        self._edge(each(sent[message]), each(consumer * number), reads)
         # A gradient leaves behind the last backward, in its rank's order, of those that add to it.
         backward = each((stages + consumer) * number)
         last = np.maximum.reduceat(self._position[backward], np.searchsorted(message, np.arange(len(remote))), axis=0)
-        giver = np.concatenate([self.order.jobs[rank][at] for rank, at in zip(target, last, strict=True)])
-        giver = giver.reshape(last.shape)[has_grad]
-        self._edge(giver, each(back[has_grad]))
-        self._edge(each(back[has_grad]), each((stages + producer[has_grad]) * number))
+        if has_grad.any():
+            gives = has_grad[message]
+            adds = self._conditions(index[message][gives], consumer[gives], is_gradient=True)
+            self._edge(backward[gives], each(back[message][gives]), adds)
+            waits = self._conditions(index[has_grad], whole[has_grad], is_gradient=True)
+            self._edge(each(back[has_grad]), each((stages + producer[has_grad]) * number), waits)
         link = np.concatenate(
             (source * len(self.order.jobs) + target, (target * len(self.order.jobs) + source)[has_grad])
         )
@@ -106,9 +123,9 @@ class EventGraph:
 
     def _sort(self, num_needed: int) -> bool:
         """Give each node its level, wave by wave; False where a cycle leaves some without."""
-        needed = [pair[0] for pair in self._edges[:num_needed]], [pair[1] for pair in self._edges[:num_needed]]
-        before = np.concatenate([pair[0] for pair in self._edges])
-        after = np.concatenate([pair[1] for pair in self._edges])
+        depends_on = np.concatenate([edge[2] for edge in self._edges[:num_needed]])
+        before = np.concatenate([edge[0] for edge in self._edges])
+        after = np.concatenate([edge[1] for edge in self._edges])
         self._edges = []
         missing = np.bincount(after, minlength=self.num_nodes)
         by_source = np.argsort(before, kind="stable")
@@ -134,10 +151,10 @@ class EventGraph:
             wave = done[mark[done] == np.arange(len(done))]
         if sum(map(len, waves)) < present.sum():
             return False
-        self._number(waves, np.concatenate(needed[0]), np.concatenate(needed[1]))
+        self._number(waves, before[: len(depends_on)], after[: len(depends_on)], depends_on)
         return True
 
-    def _number(self, waves: list[Ints], before: Ints, after: Ints) -> None:
+    def _number(self, waves: list[Ints], before: Ints, after: Ints, depends_on: Ints) -> None:
         """Nodes by level from 1 on; 0 is the start of time, before those that wait for nothing."""
         sequence = np.concatenate(waves)
         number = np.zeros(self.num_nodes, dtype=np.int64)
@@ -146,6 +163,7 @@ class EventGraph:
         after = np.concatenate((number[after], number[waves[0]]))
         line = np.argsort(after, kind="stable")
         self._before = before[line]
+        self._depends_on = np.concatenate((depends_on, np.zeros(len(waves[0]), dtype=np.int64)))[line]
         self._first = np.searchsorted(after[line], np.arange(1, len(sequence) + 2))
         self._row = np.concatenate(([0], sequence // self.order.num_microbatches))
         self._sequence = sequence
@@ -154,10 +172,12 @@ class EventGraph:
         bounds = np.cumsum([0, *map(len, waves)])
         self._levels = list(pairwise(bounds.tolist()))
         # What nodes wait for, by turns: all for the first thing, then those that wait for more for the next.
-        self._turns: list[tuple[Ints, Ints, list[int]]] = []
+        self._turns: list[tuple[Ints, Ints, Ints, list[int]]] = []
         for turn in range(int(count.max())):
             some = np.flatnonzero(count > turn)
-            self._turns.append((some, self._before[self._first[some] + turn], np.searchsorted(some, bounds).tolist()))
+            edge = self._first[some] + turn
+            limits = np.searchsorted(some, bounds).tolist()
+            self._turns.append((some, self._before[edge], self._depends_on[edge], limits))
 
     @property
     def num_levels(self) -> int:
@@ -170,26 +190,35 @@ class EventGraph:
         ends[self._sequence] = self.times(durations[:, :1])[1:, 0]
         return ends
 
-    def times(self, durations: Floats) -> Floats:
-        """End of every node for every slicing, row 0 the start; `durations` has a column for each slicing."""
+    def times(self, durations: Floats, holds: Floats | None = None) -> Floats:
+        """End of every node for every slicing, row 0 the start; `durations` has a column for each slicing.
+
+        `holds` is 1 where a condition (the row of its number) holds for a slicing, else 0; without it all hold.
+        """
         ends = np.zeros((len(self._row), durations.shape[1]))
-        turns = self._turns[1:]
-        first_before = self._turns[0][1]
+        _, first_before, first_depends_on, _ = self._turns[0]
         for level, (first, last) in enumerate(self._levels):
             ready = ends[first_before[first:last]]
-            for some, before, bounds in turns:
+            if holds is not None:
+                ready *= holds[first_depends_on[first:last]]
+            for some, before, depends_on, bounds in self._turns[1:]:
                 low, high = bounds[level], bounds[level + 1]
+                if low == high:
+                    continue
+                other = ends[before[low:high]]
+                if holds is not None:
+                    other *= holds[depends_on[low:high]]
                 if high - low == last - first:
-                    np.maximum(ready, ends[before[low:high]], out=ready)
-                elif low < high:
+                    np.maximum(ready, other, out=ready)
+                else:
                     nodes = some[low:high] - first
-                    ready[nodes] = np.maximum(ready[nodes], ends[before[low:high]])
+                    ready[nodes] = np.maximum(ready[nodes], other)
             np.add(ready, durations[self._row[first + 1 : last + 1]], out=ends[first + 1 : last + 1])
         return ends
 
-    def makespans(self, durations: Floats, optimizer_s: Floats) -> Floats:
+    def makespans(self, durations: Floats, optimizer_s: Floats, holds: Floats | None = None) -> Floats:
         """Seconds of the step for every slicing; `optimizer_s` has a row for each rank."""
-        return (self.times(durations)[self._last_jobs] + optimizer_s).max(axis=0)
+        return (self.times(durations, holds)[self._last_jobs] + optimizer_s).max(axis=0)
 
     def critical_rows(self, durations: Floats, optimizer_s: Floats) -> Floats:
         """How often each row of costs is on a longest path of the first slicing."""

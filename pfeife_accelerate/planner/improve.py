@@ -192,6 +192,6 @@ def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
     for start in begun:
         chosen = list(combinations(problem.positions.tolist(), start.order.num_stages - 1))
         cuts = np.asarray(chosen, dtype=np.int64).reshape(len(chosen), -1)
-        valuation = Valuation(problem, start.order, unlimited)
+        valuation = Valuation(problem, start.order, unlimited, is_thorough=True)
         nearest = cuts[np.argsort(valuation.values(cuts), kind="stable")[:_LOOKED_AT_ALONE]]
         yield min((replace(start, cuts=c, value=valuation.exact(c)) for c in (start.cuts, *nearest)), key=by_value)

@@ -103,6 +103,26 @@ class Slices:
         table[jobs + others + rows[known]] = self.durations[jobs + own + known]
         return table
 
+    def holds(self, messages: Messages, conditions: Sequence[tuple[int, int, bool]]) -> Floats | None:
+        """Which conditions of an event graph with these messages hold for each slicing; None where all do."""
+        if len(self) == 1 and messages == self.messages:
+            return None
+        own = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(self.messages)}
+        is_sent = np.zeros((2, len(messages), len(self)), dtype=np.bool_)
+        for index, message in enumerate(messages):
+            row = own.get((message.producer_stage, message.consumer_rank))
+            if row is not None:
+                is_sent[0, index], is_sent[1, index] = self._traffic[3][row], self._traffic[2][row] > 0
+        stages = len(self.stage_ranks)
+        column, _, producer, reader = self._crossings()
+        reads = np.zeros((stages, stages, len(self)), dtype=np.bool_)
+        reads[producer, reader, column] = True
+        table = np.ones((len(conditions) + 1, len(self)))
+        for number, (index, consumer, is_gradient) in enumerate(conditions, start=1):
+            row = is_sent[int(is_gradient), index]
+            table[number] = row if consumer < 0 else row & reads[messages[index].producer_stage, consumer]
+        return table
+
     # -- messages ----------------------------------------------------------------------------------------------------
 
     @property

@@ -203,7 +203,7 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
 
 def even_starts(problem: Problem, effort: Effort) -> list[Start]:
     """The families on equal-time cuts alone: what others would plan, so that nothing slower is ever planned here."""
-    found = []
+    found: list[Start] = []
     for num_loops in loops(problem):
         if num_loops > _PLAIN_LOOPS and found:
             break

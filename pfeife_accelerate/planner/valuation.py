@@ -47,9 +47,21 @@ class Effort:
 
 
 class Valuation:
-    """One order with a choice of stages that recompute; values any slicings."""
+    """One order with a choice of stages that recompute; values any slicings.
 
-    def __init__(self, problem: Problem, order: Order, effort: Effort, recompute: Sequence[int] = ()) -> None:
+    One that `is_thorough` minds what each slicing of a batch sends and reads, and is slower.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        order: Order,
+        effort: Effort,
+        recompute: Sequence[int] = (),
+        *,
+        is_thorough: bool = False,
+    ) -> None:
+        self.is_thorough = is_thorough
         self.problem, self.order, self.effort = problem, order, effort
         self.recompute = tuple(recompute)
         self._memory: MemoryProfile | None = None
@@ -103,7 +115,8 @@ class Valuation:
         One alone is valued by its own messages, or by more of them that take no time. Several are compared by the
         messages that are known already: what only some of them send is left out, since it is seldom waited for.
         """
-        graph = self._graph if self._graph is not None and len(slices) > 1 else self.graph(slices.messages)
+        is_quick = len(slices) > 1 and not self.is_thorough
+        graph = self._graph if self._graph is not None and is_quick else self.graph(slices.messages)
         if not graph.runs:
             return np.full(len(slices), np.inf)
         self.effort.spend(
@@ -111,8 +124,11 @@ class Valuation:
             + 5e-6 * graph.num_levels
             + len(slices) * (7e-9 * graph.num_nodes + 5.5e-8 * len(self.problem.graph.nodes))
         )
-        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s) + self.beyond_s(slices)
-        if len(slices) > 1 and self._has_room:
+        holds = slices.holds(graph.messages, graph.conditions) if self.is_thorough else None
+        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s, holds) + self.beyond_s(
+            slices
+        )
+        if is_quick and self._has_room:
             return seconds
         peaks = self.memory.peaks(slices)
         lacking = np.maximum(peaks - self.problem.limits[:, None], 0)

@@ -6,15 +6,17 @@ from dataclasses import replace
 import pytest
 
 from pfeife_accelerate.errors import InternalError, PfeifeError
-from pfeife_accelerate.ir import from_json, to_json
+from pfeife_accelerate.ir import cost_graph_of, from_json, to_json
 from pfeife_accelerate.ir.codec import encode
-from pfeife_accelerate.planner import SearchOptions, make_plan
+from pfeife_accelerate.planner import SearchOptions, make_plan, pipeline_plan
 
 
 @pytest.fixture
 def plan(chain, costs, machine):
     options = SearchOptions(schedule="looped", num_loops=2)
-    return make_plan(chain(9, skips=((0, 8),)), costs([0.1] * 9), machine(bytes_per_s=3e3), 2, 4, options)
+    ops = chain(9, skips=((0, 8),))
+    planned = make_plan(cost_graph_of(ops, costs([0.1] * 9)), machine(bytes_per_s=3e3), 2, 4, options)
+    return pipeline_plan(planned, ops)
 
 
 def test_round_trip_is_exact(plan):
