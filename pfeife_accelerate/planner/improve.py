@@ -22,7 +22,7 @@ from pfeife_accelerate.planner.reorder import reorder
 from pfeife_accelerate.planner.starts import Start, by_value, order_for, starting_cuts
 from pfeife_accelerate.planner.valuation import Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order
-from pfeife_accelerate.schedule.order import split_backwards
+from pfeife_accelerate.schedule.order import Order, split_backwards
 
 __all__ = ["improved", "is_small", "lifted", "selected", "shaken", "tried_out"]
 
@@ -77,25 +77,26 @@ def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start
 def lifted(problem: Problem, start: Start, effort: Effort) -> Start | None:
     """A start of the same question with fewer micro-batches, for all of them; None where no order of its kind runs."""
     number, ranks = problem.num_microbatches, problem.num_ranks
-    if start.spec.family is ScheduleFamily.LIST:
-        specs = [replace(start.spec, num_microbatches=number)]
-        blocks = dict.fromkeys((min(ranks, number), number))
-        orders = [looped_order(start.order.stage_ranks, number, block=block, prefetch=ranks - 1) for block in blocks]
-        orders = [split_backwards(order) if problem.is_split else order for order in orders]
-        pairs = [(specs[0], order) for order in orders]
-    else:
-        block = start.spec.microbatches_per_loop
-        block = number if block == start.spec.num_microbatches else block
-        spec = replace(start.spec, num_microbatches=number, microbatches_per_loop=block)
-        pairs = [(spec, order_for(problem, spec))]
+    if start.spec.family is ScheduleFamily.LOOPED:  # larger blocks may not fit any more
+        specs = [replace(start.spec, num_microbatches=number, microbatches_per_loop=block) for block in (ranks, number)]
+        ones = [_valued(problem, spec, order_for(problem, spec), start, effort) for spec in specs]
+        return min((one for one in ones if one is not None), key=by_value, default=None)
+    if start.spec.family is not ScheduleFamily.LIST:
+        spec = replace(start.spec, num_microbatches=number)
+        return _valued(problem, spec, order_for(problem, spec), start, effort)
+    spec = replace(start.spec, num_microbatches=number)
     found = []
-    for spec, order in pairs:
-        value = float(Valuation(problem, order, effort).values(start.cuts[None])[0])
-        found.append(Start(spec=spec, order=order, cuts=start.cuts, value=value))
-    best = min(found, key=by_value)
-    if not np.isfinite(best.value):
-        return None
-    return _reordered(problem, best, effort) if start.spec.family is ScheduleFamily.LIST else best
+    for block in dict.fromkeys((min(ranks, number), number)):
+        order = looped_order(start.order.stage_ranks, number, block=block, prefetch=ranks - 1)
+        one = _valued(problem, spec, split_backwards(order) if problem.is_split else order, start, effort)
+        if one is not None:
+            found.append(_reordered(problem, one, effort))
+    return min(found, key=by_value, default=None)
+
+
+def _valued(problem: Problem, spec: ScheduleSpec, order: Order, start: Start, effort: Effort) -> Start | None:
+    value = float(Valuation(problem, order, effort).values(start.cuts[None])[0])
+    return Start(spec=spec, order=order, cuts=start.cuts, value=value) if np.isfinite(value) else None
 
 
 def _varied(begun: list[Start], number: int) -> list[Start]:

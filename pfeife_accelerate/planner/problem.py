@@ -36,6 +36,8 @@ class Problem:
     num_ranks: int
     num_microbatches: int
     options: SearchOptions
+    num_beyond: int = 0
+    """Micro-batches of the steady state that are left out: each is taken to last as long as the busiest rank works."""
 
     @property
     def is_split(self) -> bool:

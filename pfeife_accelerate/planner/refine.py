@@ -100,8 +100,11 @@ def _path_weights(valuation: Valuation, index: Ints) -> tuple[Floats, Floats, Fl
     valuation.effort.spend(1e-3 + 8e-6 * graph.num_levels)
     rows = graph.critical_rows(slices.durations_for(graph.messages), slices.optimizer_s)
     stages = valuation.order.num_stages
-    forward, first = rows[:stages], rows[stages : 2 * stages]
-    return forward, first, rows[2 * stages : 3 * stages] if valuation.order.is_split else first
+    # Micro-batches that are left out pass through the busiest rank.
+    busiest = slices.stage_ranks == slices.rank_work_s[:, 0].argmax()
+    beyond = valuation.problem.num_beyond * busiest
+    forward, first = rows[:stages] + beyond, rows[stages : 2 * stages] + beyond
+    return forward, first, rows[2 * stages : 3 * stages] + beyond if valuation.order.is_split else first
 
 
 def _single_moves(valuation: Valuation, index: Ints, weights: tuple[Floats, Floats, Floats] | None) -> Ints:

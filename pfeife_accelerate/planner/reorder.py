@@ -31,6 +31,7 @@ def reorder(valuation: Valuation, cuts: Ints, *, passes: int = 3) -> tuple[Order
     duration_s = np.repeat(slices.durations[:, 0], order.num_microbatches).tolist()
     room = _room(slices, order)
     effort.spend(_NODE_S * jobs.num_nodes)
+    beyond_s = float(valuation.beyond_s(slices)[0])
     urgencies = [[-tail_s for tail_s in jobs.tails_s(duration_s)]]
     end_s = graph.end_of_nodes(slices.durations).tolist()
     for number in range(passes):
@@ -46,7 +47,7 @@ def reorder(valuation: Valuation, cuts: Ints, *, passes: int = 3) -> tuple[Order
         if not listing.is_complete:
             continue
         # The listing's own end is near to the truth: messages that are ready at once may go in another order.
-        if listing.end_s < best_value:
+        if listing.end_s + beyond_s < best_value:
             found = listing.order(order)
             value = float(Valuation(valuation.problem, found, effort, valuation.recompute).value(slices)[0])
             if value < best_value:

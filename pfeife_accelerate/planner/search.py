@@ -27,7 +27,7 @@ from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.recompute import with_recomputation
 from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
-from pfeife_accelerate.planner.starts import Start, by_value, starts
+from pfeife_accelerate.planner.starts import Start, by_value, even_starts, starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, lower
 from pfeife_accelerate.schedule.order import order_of, schedule_of
@@ -35,7 +35,7 @@ from pfeife_accelerate.schedule.order import order_of, schedule_of
 __all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
-_FIRST_SHARE = 0.5  # of the effort, for fewer micro-batches
+_FIRST_SHARE = 0.65  # of the effort, for fewer micro-batches
 _LIFTED = 4  # starts that go on with all micro-batches
 
 
@@ -95,6 +95,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
     effort.spend(-first.left_s)
     families = {start.family: start for start in reversed(begun)}
     lifts = [lifted(problem, start, effort) for start in (*chosen, *families.values())]
+    lifts += even_starts(problem, effort)[:2]
     found = sorted((start for start in lifts if start is not None), key=by_value)
     if not found:  # rare: what runs with few micro-batches runs with more
         begun = starts(problem, effort)
@@ -110,7 +111,7 @@ def _with_fewer_microbatches(problem: Problem) -> Problem:
     is_free = problem.options.microbatches_per_loop is None and problem.options.cuts is None
     if not is_free or problem.num_microbatches < 2 * enough:
         return problem
-    return replace(problem, num_microbatches=enough)
+    return replace(problem, num_microbatches=enough, num_beyond=problem.num_microbatches - enough)
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

@@ -246,6 +246,13 @@ class Slices:
         return total
 
     @cached_property
+    def rank_work_s(self) -> Floats:
+        """Seconds that each rank computes for one micro-batch."""
+        total = np.zeros((self.problem.num_ranks, len(self)))
+        np.add.at(total, self.stage_ranks, self.forward_s + sum(self.backward_s))
+        return total
+
+    @cached_property
     def stage_param_bytes(self) -> Floats:
         """Parameters that each stage reads."""
         total = self._sum(self.problem.param_bytes)

@@ -21,13 +21,14 @@ from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order, numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
-__all__ = ["Start", "by_value", "family_name", "order_for", "specs", "starting_cuts", "starts"]
+__all__ = ["Start", "by_value", "even_starts", "family_name", "order_for", "specs", "starting_cuts", "starts"]
 
 _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
 _ENOUGH_STAGES = 128
 _MOST_ROUNDS = 14
 _KEPT = 14  # starts that go on
+_PLAIN_LOOPS = 8
 _MOST_BETWEEN = 60
 
 
@@ -198,6 +199,21 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
                 fitting.add(spec.microbatches_per_loop)
     found += _between_loops(problem, effort)
     return _exactly(problem, [start for start in found if np.isfinite(start.value)], effort)
+
+
+def even_starts(problem: Problem, effort: Effort) -> list[Start]:
+    """The families on equal-time cuts alone: what others would plan, so that nothing slower is ever planned here."""
+    found: list[Start] = []
+    for num_loops in loops(problem):
+        if num_loops > _PLAIN_LOOPS and found:
+            break
+        cuts = equal_time_cuts(problem, num_loops * problem.num_ranks)
+        for spec in specs(problem, num_loops):
+            if spec.family in (ScheduleFamily.LOOPED, ScheduleFamily.ONE_F_ONE_B):
+                order = order_for(problem, spec)
+                value = float(Valuation(problem, order, effort).values(cuts[None])[0])
+                found.append(Start(spec=spec, order=order, cuts=cuts, value=value))
+    return sorted((start for start in found if np.isfinite(start.value)), key=by_value)
 
 
 def _exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start]:

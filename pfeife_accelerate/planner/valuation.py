@@ -103,6 +103,12 @@ class Valuation:
         alone = self if known == slices.messages else Valuation(self.problem, self.order, self.effort, self.recompute)
         return float(alone.value(slices)[0])
 
+    def beyond_s(self, slices: Slices) -> Floats:
+        """What the micro-batches add that are left out."""
+        if not self.problem.num_beyond:
+            return np.zeros(len(slices))
+        return self.problem.num_beyond * slices.rank_work_s.max(axis=0)
+
     def value(self, slices: Slices) -> Floats:
         """The value of each slicing; infinite where the order cannot run.
 
@@ -119,7 +125,9 @@ class Valuation:
             + len(slices) * (7e-9 * graph.num_nodes + 5.5e-8 * len(self.problem.graph.nodes))
         )
         holds = slices.holds(graph.messages, graph.conditions) if self.is_thorough else None
-        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s, holds)
+        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s, holds) + self.beyond_s(
+            slices
+        )
         if is_quick and self._has_room:
             return seconds
         peaks = self.memory.peaks(slices)
