@@ -133,7 +133,7 @@ def specs(problem: Problem, num_loops: int) -> Iterator[ScheduleSpec]:
                 base, family=ScheduleFamily.ONE_F_ONE_B, microbatches_per_loop=per_loop, prefetch_forwards=forwards
             )
     if family is ScheduleFamily.LOOPED or (is_free and (per_loop is not None or num_loops > 1)):
-        blocks = dict.fromkeys((min(ranks, microbatches), microbatches)) if per_loop is None else (per_loop,)
+        blocks = dict.fromkeys((min(ranks, microbatches), microbatches, 1)) if per_loop is None else (per_loop,)
         for block in blocks:
             for forwards in dict.fromkeys(prefetches):
                 yield replace(
@@ -181,9 +181,12 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
         cuts = starting_cuts(problem, num_loops * problem.num_ranks, fine=False)
         placements: dict[tuple[int, ...], list[Slices]] = {}
         fitting: set[int | None] = set()
+        is_tight = False
         for spec in specs(problem, num_loops):
             is_looped = spec.family is ScheduleFamily.LOOPED and problem.options.prefetch_forwards is None
-            if is_looped and spec.microbatches_per_loop in fitting and problem.options.family is None:
+            if is_looped and spec.microbatches_per_loop in fitting and problem.options.family is None and not is_tight:
+                continue
+            if _is_for_little_memory(problem, spec) and not is_tight:
                 continue
             order = order_for(problem, spec)
             ranks = order.stage_ranks
@@ -194,6 +197,7 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
             valuation = Valuation(problem, order, effort)
             values = np.concatenate([valuation.value(slices) for slices in placements[ranks]])
             best = int(values.argmin())
+            is_tight |= bool((values >= MISFIT_S).any())
             found.append(Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best])))
             if is_looped and values[best] < MISFIT_S:
                 fitting.add(spec.microbatches_per_loop)
@@ -228,6 +232,16 @@ def _exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start
         peak = float(valuation.memory.peaks(valuation.slices(start.cuts[None])).max())
         exact.append(replace(start, value=value, peak_bytes=peak))
     return sorted((start for start in exact if np.isfinite(start.value)), key=by_value)
+
+
+def _is_for_little_memory(problem: Problem, spec: ScheduleSpec) -> bool:
+    """Blocks of single micro-batches keep the least, and are seldom fast."""
+    block = spec.microbatches_per_loop
+    return (
+        block == 1
+        and problem.options.microbatches_per_loop is None
+        and spec.block < min(spec.num_ranks, spec.num_microbatches)
+    )
 
 
 def by_value(start: Start) -> tuple[float, float]:
