@@ -26,6 +26,7 @@ __all__ = ["Start", "by_value", "even_starts", "family_name", "order_for", "spec
 _LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
 _ENOUGH_STAGES = 128
+_FEW_POSITIONS = 24  # where all cuts can be tried, other orders than the likeliest may have the best of them
 _MOST_ROUNDS = 14
 _KEPT = 14  # starts that go on
 _PLAIN_LOOPS = 8
@@ -197,7 +198,7 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
             valuation = Valuation(problem, order, effort)
             values = np.concatenate([valuation.value(slices) for slices in placements[ranks]])
             best = int(values.argmin())
-            is_tight |= bool((values >= MISFIT_S).any())
+            is_tight |= len(problem.positions) <= _FEW_POSITIONS and bool((values >= MISFIT_S).any())
             found.append(Start(spec=spec, order=order, cuts=cuts[best], value=float(values[best])))
             if is_looped and values[best] < MISFIT_S:
                 fitting.add(spec.microbatches_per_loop)
