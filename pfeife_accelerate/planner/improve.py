@@ -19,7 +19,7 @@ from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.refine import Refined, refine, shake
 from pfeife_accelerate.planner.reorder import reorder
-from pfeife_accelerate.planner.starts import Start, by_value, order_for, starting_cuts
+from pfeife_accelerate.planner.starts import Start, all_orders, by_value, order_for, starting_cuts
 from pfeife_accelerate.planner.valuation import Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order
 from pfeife_accelerate.schedule.order import Order, split_backwards
@@ -35,7 +35,7 @@ _SHAKES = 400
 _REORDER_EVERY = 8
 _FINALISTS = 2
 _TURNS_OF_ALL = 2
-_EXHAUSTIVE = 60_000  # slicings times orders that are tried out rather than searched
+_EXHAUSTIVE = 80_000  # slicings times orders that are tried out rather than searched
 _EXHAUSTIVE_OPERATIONS = 24
 _LOOKED_AT_ALONE = 4  # of those, for each order: see `Valuation.value`
 
@@ -49,8 +49,10 @@ def improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
 
 
 def tried_out(problem: Problem, begun: list[Start], effort: Effort) -> Start:
-    """The best of all slicings there are, for each order."""
-    return _reordered(problem, min(_all_slicings(problem, begun), key=by_value), effort)
+    """The best of all slicings there are, for each order there is."""
+    free = problem.options.family is None
+    everything = begun + [start for start in all_orders(problem) if free]
+    return _reordered(problem, min(_all_slicings(problem, everything), key=by_value), effort)
 
 
 def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start]:
@@ -182,8 +184,8 @@ def is_small(problem: Problem, begun: list[Start]) -> bool:
     operations = len(problem.positions)
     if operations > _EXHAUSTIVE_OPERATIONS:
         return False
-    number = sum(comb(operations, start.order.num_stages - 1) for start in begun)
-    return number <= _EXHAUSTIVE
+    orders = [*begun, *all_orders(problem)]
+    return sum(comb(operations, start.order.num_stages - 1) for start in orders) <= _EXHAUSTIVE
 
 
 def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
@@ -194,4 +196,5 @@ def _all_slicings(problem: Problem, begun: list[Start]) -> Iterator[Start]:
         cuts = np.asarray(chosen, dtype=np.int64).reshape(len(chosen), -1)
         valuation = Valuation(problem, start.order, unlimited, is_thorough=True)
         nearest = cuts[np.argsort(valuation.values(cuts), kind="stable")[:_LOOKED_AT_ALONE]]
-        yield min((replace(start, cuts=c, value=valuation.exact(c)) for c in (start.cuts, *nearest)), key=by_value)
+        looked_at = (start.cuts, *nearest) if np.isfinite(start.value) else tuple(nearest)
+        yield min((replace(start, cuts=c, value=valuation.exact(c)) for c in looked_at), key=by_value)

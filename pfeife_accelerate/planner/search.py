@@ -35,6 +35,7 @@ from pfeife_accelerate.schedule.order import order_of, schedule_of
 __all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
+_FEW_S, _MANY_S = 4.6, 3.8  # seconds of effort for a model of ordinary size
 _FIRST_SHARE = 0.65  # of the effort, for fewer micro-batches
 _LIFTED = 4  # starts that go on with all micro-batches
 
@@ -75,7 +76,9 @@ def _effort_s(problem: Problem) -> float:
     """Seconds of an ordinary core that the search may take: enough to settle small models, bounded for large ones."""
     operations = len(problem.graph.nodes)
     size = operations * problem.num_ranks * problem.num_microbatches
-    return min(0.1 + 2e-5 * operations**2 + 5e-5 * size, 3.6) + min(1.5e-8 * size, 20.0)
+    # With few micro-batches a step is short and its best plan hard to find: there is no steady state to fill.
+    most = _FEW_S if problem.num_microbatches <= 2 * problem.num_ranks else _MANY_S
+    return min(0.1 + 2e-5 * operations**2 + 1e-4 * size, most) + min(1.5e-8 * size, 20.0)
 
 
 def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:

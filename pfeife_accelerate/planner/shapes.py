@@ -22,6 +22,7 @@ __all__ = ["equal_time_cuts", "profiles", "shaped_cuts"]
 
 _BISECTIONS = 40
 _COARSE = ((1.0, 1.0), (0.1, 2.0), (0.2, 1.4), (0.35, 2.0), (0.5, 1.4))
+_SLOPES = (0.25, 0.5, 0.75)
 _FINE = ((1.0, 1.0), *product((0.1, 0.2, 0.35, 0.5, 0.7), (1.4, 2.0, 3.0)))
 
 
@@ -36,6 +37,10 @@ def profiles(num_ranks: int, num_stages: int, *, fine: bool) -> Floats:
             loop = stages / num_ranks if by_stage else stages // num_ranks
             to_last = (num_stages - 1) / num_ranks - loop if by_stage else last_loop - loop
             rows.append(np.minimum(1.0, np.minimum(start * growth**loop, end * shrinking**to_last)))
+    if num_ranks > 1:
+        # The first ranks are the last to end: with less to do, and fewer parameters, their optimizer step is shorter.
+        for least in _SLOPES:
+            rows.append(np.linspace(least, 1.0, num_ranks)[stages % num_ranks])
     table = np.stack(rows)
     _, first = np.unique(np.round(table / table.sum(axis=1, keepdims=True), 9), axis=0, return_index=True)
     return table[np.sort(first)]

@@ -231,7 +231,12 @@ class Slices:
 
     @cached_property
     def buffer_bytes(self) -> Floats:
-        """Of each rank: one message under way on each of its links, in each direction, the largest there is."""
+        """Of each rank: one message under way on each of its links, in each direction, the largest there is.
+
+        None where a plan may use all of the memory: then somebody has said what there is for the rest.
+        """
+        if self.problem.options.memory_fraction >= 1:
+            return np.zeros((self.problem.num_ranks, len(self)))
         sizes, gradients = self.message_bytes
         largest: dict[tuple[int, int], Floats] = {}
         for message, there, back in zip(self.messages, sizes, gradients, strict=True):

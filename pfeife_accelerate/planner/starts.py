@@ -21,15 +21,27 @@ from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order, numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
-__all__ = ["Start", "by_value", "even_starts", "family_name", "order_for", "specs", "starting_cuts", "starts"]
+__all__ = [
+    "Start",
+    "all_orders",
+    "by_value",
+    "even_starts",
+    "family_name",
+    "order_for",
+    "specs",
+    "starting_cuts",
+    "starts",
+]
 
-_LOOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+_LOOPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
 _ENOUGH_STAGES = 128
 _FEW_POSITIONS = 24  # where all cuts can be tried, other orders than the likeliest may have the best of them
 _MOST_ROUNDS = 14
 _KEPT = 14  # starts that go on
 _PLAIN_LOOPS = 8
+_MOST_ALL = 24  # ranks times micro-batches of which every order is looked at
+_NO_CUTS: Ints = np.empty(0, dtype=np.int64)
 _MOST_BETWEEN = 60
 
 
@@ -219,6 +231,23 @@ def even_starts(problem: Problem, effort: Effort) -> list[Start]:
                 value = float(Valuation(problem, order, effort).values(cuts[None])[0])
                 found.append(Start(spec=spec, order=order, cuts=cuts, value=value))
     return sorted((start for start in found if np.isfinite(start.value)), key=by_value)
+
+
+def all_orders(problem: Problem) -> list[Start]:
+    """Every member of the looped family that the user allows, not yet on any cuts; of a small problem alone."""
+    ranks, number = problem.num_ranks, problem.num_microbatches
+    options, found = problem.options, []
+    if options.microbatches_per_loop or options.prefetch_forwards is not None or ranks * number > _MOST_ALL:
+        return []
+    for num_loops in loops(problem):
+        for block in range(1, number + 1) if num_loops > 1 else (number,):
+            for prefetch in range(ranks):
+                spec = ScheduleSpec(
+                    family=ScheduleFamily.LOOPED, num_ranks=ranks, num_microbatches=number, num_loops=num_loops,
+                    microbatches_per_loop=block, prefetch_forwards=prefetch,
+                )  # fmt: skip
+                found.append(Start(spec=spec, order=order_for(problem, spec), cuts=_NO_CUTS, value=np.inf))
+    return found
 
 
 def _exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start]:
