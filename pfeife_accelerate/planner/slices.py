@@ -18,7 +18,7 @@ import numpy as np
 from pfeife_accelerate.planner.problem import Floats, Ints, Problem
 from pfeife_accelerate.schedule.messages import Message, Messages
 
-__all__ = ["Slices"]
+__all__ = ["Slices", "route_of"]
 
 _MOST_CELLS = 20_000_000
 
@@ -93,8 +93,8 @@ class Slices:
             return self.durations
         own, others = len(self.messages), len(messages)
         jobs = len(self.durations) - 2 * own
-        place = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(messages)}
-        found = [place.get((m.producer_stage, m.consumer_rank), -1) for m in self.messages]
+        place = {route_of(message): index for index, message in enumerate(messages)}
+        found = [place.get(route_of(message), -1) for message in self.messages]
         rows = np.asarray(found, dtype=np.int64)
         known = np.flatnonzero(rows >= 0)
         table = np.zeros((jobs + 2 * others, len(self)))
@@ -107,20 +107,22 @@ class Slices:
         """Which conditions of an event graph with these messages hold for each slicing; None where all do."""
         if len(self) == 1 and messages == self.messages:
             return None
-        own = {(m.producer_stage, m.consumer_rank): index for index, m in enumerate(self.messages)}
+        own = {route_of(message): index for index, message in enumerate(self.messages)}
         is_sent = np.zeros((2, len(messages), len(self)), dtype=np.bool_)
         for index, message in enumerate(messages):
-            row = own.get((message.producer_stage, message.consumer_rank))
+            row = own.get(route_of(message))
             if row is not None:
                 is_sent[0, index], is_sent[1, index] = self._traffic[3][row], self._traffic[2][row] > 0
         stages = len(self.stage_ranks)
-        column, _, producer, reader = self._crossings()
-        reads = np.zeros((stages, stages, len(self)), dtype=np.bool_)
-        reads[producer, reader, column] = True
+        column, value, producer, reader = self._crossings()
+        keys = (column * len(self.problem.graph.values) + value) * self.problem.num_ranks + self.stage_ranks[reader]
+        first = _first_of_each(keys, int(keys.max(initial=0)) + 1)[1]
+        reads = np.zeros((stages, stages, stages, len(self)), dtype=np.bool_)
+        reads[producer, reader[first], reader, column] = True
         table = np.ones((len(conditions) + 1, len(self)))
         for number, (index, consumer, is_gradient) in enumerate(conditions, start=1):
             row = is_sent[int(is_gradient), index]
-            table[number] = row if consumer < 0 else row & reads[messages[index].producer_stage, consumer]
+            table[number] = row if consumer < 0 else row & reads[(*route_of(messages[index]), consumer)]
         return table
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -148,10 +150,11 @@ class Slices:
         number = np.zeros(len(self.problem.graph.values) + 1, dtype=np.int64)
         number[crossing] = np.arange(len(crossing))
         keys = (column * len(crossing) + number[value]) * num_ranks + rank
-        once = _first_of_each(keys, num_slicings * len(crossing) * num_ranks)
-        key = producer * num_ranks + rank
-        pairs = np.flatnonzero(np.bincount(key, minlength=num_stages * num_ranks))
-        index = np.zeros(num_stages * num_ranks, dtype=np.int64)
+        once, first = _first_of_each(keys, num_slicings * len(crossing) * num_ranks)
+        # It is in the message for the first of these stages, so that none waits for what only later ones read.
+        key = producer * num_stages + reader[first]
+        pairs = np.flatnonzero(np.bincount(key, minlength=num_stages**2))
+        index = np.zeros(num_stages**2, dtype=np.int64)
         index[pairs] = np.arange(len(pairs))
         route = index[key]
         forward, gradient = self.problem.value_bytes
@@ -168,8 +171,8 @@ class Slices:
             consumers[side // num_stages].append(side % num_stages)
         found = tuple(
             Message(
-                producer_stage=pair // num_ranks,
-                consumer_rank=pair % num_ranks,
+                producer_stage=pair // num_stages,
+                consumer_rank=int(self.stage_ranks[pair % num_stages]),
                 consumer_stages=tuple(stages),
                 has_grad=grad,
             )
@@ -201,7 +204,7 @@ class Slices:
         column, value, _, reader = self._crossings()
         num_values, num_stages = len(self.problem.graph.values), len(self.stage_ranks)
         keys = (column * num_values + value) * num_stages + reader
-        once = _first_of_each(keys, len(self) * num_values * num_stages)
+        once, _ = _first_of_each(keys, len(self) * num_values * num_stages)
         cell = reader[once] * len(self) + column[once]
         sizes = self.problem.value_bytes[0][value[once]]
         shape = (len(self.stage_ranks), len(self))
@@ -293,10 +296,16 @@ class Slices:
         return self._per_rank(self.problem.optimizer_s, "optimizer_s")
 
 
-def _first_of_each(keys: Ints, num_keys: int) -> Ints:
-    """The position of one entry for each different key, in the keys' order."""
+def route_of(message: Message) -> tuple[int, int]:
+    """What tells the messages of a placement apart: who sends, and which stage reads first."""
+    return message.producer_stage, message.consumer_stages[0]
+
+
+def _first_of_each(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
+    """The position of the first entry of each different key, in the keys' order; and for each entry that of its key."""
     if num_keys > _MOST_CELLS:
-        return np.unique(keys, return_index=True)[1]
+        _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        return first, first[which]
     where = np.full(num_keys, -1, dtype=np.int32)  # without sorting: this is where the search spends its time
-    where[keys] = np.arange(len(keys), dtype=np.int32)
-    return where[where >= 0].astype(np.int64)
+    where[keys[::-1]] = np.arange(len(keys), dtype=np.int32)[::-1]
+    return where[where >= 0].astype(np.int64), where[keys].astype(np.int64)

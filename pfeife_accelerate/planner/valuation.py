@@ -16,7 +16,7 @@ import numpy as np
 from pfeife_accelerate.planner.event_graph import EventGraph
 from pfeife_accelerate.planner.memory import MemoryProfile
 from pfeife_accelerate.planner.problem import Floats, Ints, Problem
-from pfeife_accelerate.planner.slices import Slices
+from pfeife_accelerate.planner.slices import Slices, route_of
 from pfeife_accelerate.schedule.messages import Messages
 from pfeife_accelerate.schedule.order import Order
 
@@ -150,9 +150,9 @@ def _memory_profile(order: Order) -> MemoryProfile:
 
 
 def _includes(known: Messages, messages: Messages) -> bool:
-    consumers = {(m.producer_stage, m.consumer_rank): m for m in known}
+    consumers = {route_of(message): message for message in known}
     for message in messages:
-        found = consumers.get((message.producer_stage, message.consumer_rank))
+        found = consumers.get(route_of(message))
         if found is None or not set(message.consumer_stages) <= set(found.consumer_stages):
             return False
         if message.has_grad and not found.has_grad:
@@ -161,9 +161,9 @@ def _includes(known: Messages, messages: Messages) -> bool:
 
 
 def _union(known: Messages, messages: Messages) -> Messages:
-    found = {(m.producer_stage, m.consumer_rank): m for m in known}
+    found = {route_of(message): message for message in known}
     for message in messages:
-        key = (message.producer_stage, message.consumer_rank)
+        key = route_of(message)
         other = found.get(key)
         if other is not None:
             stages = tuple(sorted({*other.consumer_stages, *message.consumer_stages}))
