@@ -34,7 +34,7 @@ __all__ = [
 SECTION: Final = "pfeife_config"
 PREFIX: Final = "PFEIFE_"
 ENABLED_VARIABLE: Final = "PFEIFE_ENABLED"
-SCHEDULES: Final = ("auto", "gpipe", "1f1b", "looped")
+SCHEDULES: Final = ("auto", "gpipe", "1f1b", "looped", "interleaved", "wave", "list")
 ON_CAPTURE_FAILURE: Final = ("fallback", "error")
 ON_LOSS_MISMATCH: Final = ("fallback", "error")
 

@@ -80,6 +80,7 @@ def test_unknown_variable_is_refused_with_the_likely_one():
         ("prefetch_forwards", -1, "prefetch_forwards must be a whole number >= 0"),
         ("schedule", "1f1", r"schedule must be one of (.|\n)*did you mean '1f1b'"),
         ("schedule", 7, "schedule must be one of"),
+        ("schedule", "zb-h1", "schedule must be one of"),
         ("split_points", [1], "split_points must be a list of module names"),
         ("split_points", ["a,b"], "split_points must be a list of module names"),
         ("plan_file", 3, "plan_file must be a path"),

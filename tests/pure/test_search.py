@@ -83,25 +83,25 @@ def parallel_branches():
 def tied_ends():
     """An embedding and a head that share a heavy parameter."""
     heavy = use(0, 100, optimizer_s=0.5)
-    middle = [node(1.0, saved=4, params=(use(i, 10, optimizer_s=0.1),)) for i in range(1, 11)]
+    middle = [node(1.0, saved=4, params=(use(i, 10, optimizer_s=0.1),)) for i in range(1, 8)]
     return chain([node(0.1, saved=4, params=(heavy,)), *middle, node(4.0, saved=4, params=(heavy,))])
 
 
 FROZEN = node(1.0, backward=(0.0, 0.0))
 ODD = {
-    "a frozen prefix": chain([FROZEN] * 6 + [node(saved=3)] * 6, frozen=6),
+    "a frozen prefix": chain([FROZEN] * 4 + [node(saved=3)] * 5, frozen=4),
     "frozen but for the first": chain([node(), *[node(backward=(1.0, 0.0))] * 9]),
-    "free operations": chain([node(float(i % 4 == 0)) for i in range(16)]),
+    "free operations": chain([node(float(i % 4 == 0)) for i in range(9)]),
     "nothing takes time": chain([node(0.0)] * 9),
-    "no bytes anywhere": chain(12, num_bytes=0),
+    "no bytes anywhere": chain(9, num_bytes=0),
     "no messages at all": CostGraph(name="apart", nodes=(node(),) * 8, values=()),
-    "all equal": chain([node(1.0, saved=1)] * 12),
+    "all equal": chain([node(1.0, saved=1)] * 9),
     "one operation of 90 percent": chain([node(1.0)] * 5 + [node(90.0)] + [node(1.0)] * 5),
     "tied embedding and head": tied_ends(),
     "branches beside each other": parallel_branches(),
     "runs that cannot be cut": chain([node(cut=i % 5 == 0) for i in range(25)]),
     "as many operations as ranks": chain(2),
-    "skips over everything": chain(12, skips=[(0, 11), (1, 10), (2, 9)], num_bytes=5),
+    "skips over everything": chain(9, skips=[(0, 8), (1, 7), (2, 6)], num_bytes=5),
 }
 
 
@@ -118,7 +118,7 @@ def test_plans_for_odd_models_keep_every_promise(name, backward):
 @pytest.mark.parametrize("seed", range(22))
 def test_plans_for_random_models_keep_every_promise_and_beat_every_start(seed):
     ranks, microbatches = (2, 3, 4, 1)[seed % 4], 1 + seed % 5
-    graph, where = random_cost_graph(seed, least=7, connected=seed % 3 == 0), random_machine(seed, ranks)
+    graph, where = random_cost_graph(seed, least=6, most=9, connected=seed % 3 == 0), random_machine(seed, ranks)
     if len(graph.legal_cuts) + 1 < ranks:
         pytest.skip("too few cuts")
     options = {"backward": ("whole", "split")[seed % 2], "effort": ("full", "quick")[seed // 2 % 2]}
