@@ -1,8 +1,9 @@
 """What a rank does, one action after the other.
 
-Models: the notation of `torch.distributed.pipelining` (`2F0` = stage 2, Forward, micro-batch 0), extended by the
-peer rank of a transfer (`1SEND_F3@0`). A transfer carries the stage that PRODUCED the activation, in both directions:
-(producing stage, consuming rank, micro-batch) names it. Ignores: time and sizes.
+Models: the notation of `torch.distributed.pipelining` (`2F0` = stage 2, Forward, micro-batch 0), extended for a
+transfer by its first reader and the peer rank (`1SEND_F3>4@0`). A transfer carries the stage that PRODUCED the
+activation and the first stage that READS it on its rank, in both directions: (producing stage, first reader,
+micro-batch) names it. Ignores: time and sizes.
 """
 
 from __future__ import annotations
@@ -45,22 +46,24 @@ class ActionKind(str, Enum):
         return self in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:@(\d+))?")
+_ACTION = re.compile(r"(\d+)(?:([FBIW])(\d+)|(SEND_F|RECV_F|SEND_B|RECV_B)(\d+)>(\d+)@(\d+))")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One action; `peer` is the other RANK of a transfer."""
+    """One action; of a transfer, `reader` is the first STAGE that reads it on its rank, `peer` the other RANK."""
 
     kind: ActionKind
     stage: int
     microbatch: int
+    reader: int | None = None
     peer: int | None = None
 
     def __str__(self) -> str:
-        """The text form, `2F0` or `1SEND_F3@0`."""
-        suffix = "" if self.peer is None else f"@{self.peer}"
-        return f"{self.stage}{self.kind.value}{self.microbatch}{suffix}"
+        """The text form, `2F0` or `1SEND_F3>4@0`."""
+        reader = "" if self.reader is None else f">{self.reader}"
+        peer = "" if self.peer is None else f"@{self.peer}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}{reader}{peer}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -70,15 +73,14 @@ class Action:
             raise PfeifeError(
                 id="PF211",
                 what=f"{text!r} is not an action",
-                why="an action is stage, kind, micro-batch, and @rank for a transfer",
-                hints=("2F0, 1B3, 1SEND_F3@0",),
+                why="an action is stage, kind, micro-batch, and for a transfer >first reading stage and @rank",
+                hints=("2F0, 1B3, 1SEND_F3>4@0",),
             )
-        stage, kind, microbatch, peer = found.groups()
+        stage, compute, microbatch, transfer, sent, reader, peer = found.groups()
+        if compute is not None:
+            return cls(kind=ActionKind(compute), stage=int(stage), microbatch=int(microbatch))
         return cls(
-            kind=ActionKind(kind),
-            stage=int(stage),
-            microbatch=int(microbatch),
-            peer=None if peer is None else int(peer),
+            kind=ActionKind(transfer), stage=int(stage), microbatch=int(sent), reader=int(reader), peer=int(peer)
         )
 
 

@@ -39,8 +39,7 @@ def simulate(
     if all(action.kind.is_compute for actions in schedule.per_rank for action in actions):
         schedule = add_sends(schedule, messages)
     sizes = {
-        (message.producer_stage, message.consumer_rank): size
-        for message, size in zip(messages, message_bytes, strict=True)
+        (message.producer_stage, message.reader): size for message, size in zip(messages, message_bytes, strict=True)
     }
     return _Simulation(schedule, stage_costs, Routes(messages, schedule.stage_ranks), sizes, machine).timeline()
 
@@ -106,8 +105,8 @@ class _Simulation:
         return True
 
     def _send(self, action: Action, rank: int) -> None:
-        transfer = transfer_of(action, rank)
-        size = self.sizes[transfer.producer_stage, transfer.consumer_rank]
+        transfer = transfer_of(action)
+        size = self.sizes[transfer.producer_stage, transfer.reader]
         pair = (rank, rank if action.peer is None else action.peer)
         start_s = max(self.rank_free_s[rank], self.link_free_s[pair])  # a send follows the compute that made it
         num_bytes = size.gradient_bytes if transfer.is_gradient else size.forward_bytes
@@ -125,7 +124,7 @@ class _Simulation:
                 if self.routes.is_local(message):
                     times.append(self.ran_s.get((False, producer, microbatch)))
                 else:
-                    times.append(self.arrived_s.get(Transfer(False, producer, message.consumer_rank, microbatch)))
+                    times.append(self.arrived_s.get(Transfer(False, producer, message.reader, microbatch)))
         elif action.kind.gives_input_gradient:
             if self.needs_forward:
                 times.append(self.ran_s.get((False, stage, microbatch)))
@@ -133,7 +132,7 @@ class _Simulation:
                 if message.has_grad and self.routes.is_local(message):
                     times += (self.ran_s.get((True, consumer, microbatch)) for consumer in message.consumer_stages)
                 elif message.has_grad:
-                    times.append(self.arrived_s.get(Transfer(True, stage, message.consumer_rank, microbatch)))
+                    times.append(self.arrived_s.get(Transfer(True, stage, message.reader, microbatch)))
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 

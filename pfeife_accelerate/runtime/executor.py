@@ -16,11 +16,11 @@ from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Action, ActionKind
 from pfeife_accelerate.ir.program import InputKind
 from pfeife_accelerate.ir.seeds import derived_seed
-from pfeife_accelerate.runtime.step import MicrobatchInputs, RankProgram, StepInputs, StepState
+from pfeife_accelerate.runtime.step import MessageValues, MicrobatchInputs, RankProgram, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
 
 _GRADIENT_TAG = 1 << 24
-_VALUES_PER_MESSAGE = 1 << 8
+_VALUES_PER_RANK = 1 << 8
 _MICROBATCHES = 1 << 10
 
 
@@ -188,15 +188,15 @@ class _Run:
     def send_values(self, action: Action) -> None:
         assert action.peer is not None
         results = dict(self.state.outputs[action.stage, action.microbatch])
-        message = self.program.messages[action.stage, action.peer]
-        for i, name in enumerate(message.values):
+        message = self.message(action)
+        for i, name in enumerate(message.values, message.first_number):
             self.transport.send(results[name].detach(), action.peer, _tag(action, i, 0))
 
     def post_values(self, action: Action) -> None:
         assert action.peer is not None
         data = self.inputs.microbatches[action.microbatch]
-        message = self.program.messages[action.stage, self.program.rank]
-        for i, name in enumerate(message.values):
+        message = self.message(action)
+        for i, name in enumerate(message.values, message.first_number):
             info = data.values[name]
             receive = self.transport.post_receive(info.shape, info.dtype, self.device, action.peer, _tag(action, i, 0))
             self.pending[name, action.microbatch] = receive
@@ -204,8 +204,8 @@ class _Run:
     def send_gradients(self, action: Action) -> None:
         assert action.peer is not None
         values = self.state.values[action.microbatch]
-        message = self.program.messages[action.stage, self.program.rank]
-        for i, name in enumerate(message.with_grad):
+        message = self.message(action)
+        for i, name in enumerate(message.with_grad, message.first_number):
             leaf = values.pop(name)
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             self.transport.send(gradient, action.peer, _tag(action, i, _GRADIENT_TAG))
@@ -213,12 +213,17 @@ class _Run:
     def post_gradients(self, action: Action) -> None:
         assert action.peer is not None
         data = self.inputs.microbatches[action.microbatch]
-        message = self.program.messages[action.stage, action.peer]
+        message = self.message(action)
         posted = self.pending_gradients.setdefault((action.stage, action.microbatch), [])
-        for i, name in enumerate(message.with_grad):
+        for i, name in enumerate(message.with_grad, message.first_number):
             info = data.values[name]
             tag = _tag(action, i, _GRADIENT_TAG)
             posted.append((name, self.transport.post_receive(info.shape, info.dtype, self.device, action.peer, tag)))
+
+    def message(self, action: Action) -> MessageValues:
+        """What a transfer carries."""
+        assert action.reader is not None
+        return self.program.messages[action.stage, action.reader]
 
     # -------------------------------------------------------------------------------------------- surroundings
 
@@ -228,4 +233,4 @@ class _Run:
 
 
 def _tag(action: Action, value: int, direction: int) -> int:
-    return direction + (action.stage * _MICROBATCHES + action.microbatch) * _VALUES_PER_MESSAGE + value
+    return direction + (action.stage * _MICROBATCHES + action.microbatch) * _VALUES_PER_RANK + value

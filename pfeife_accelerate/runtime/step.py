@@ -15,17 +15,23 @@ from pfeife_accelerate.runtime.microbatch import Microbatch
 
 @dataclass(frozen=True, kw_only=True)
 class MessageValues:
-    """What one message carries: all values of a stage that one rank reads, and those a gradient comes back for."""
+    """What one message carries: values of a stage that the same stage of a rank reads first, each once for the rank.
+
+    `with_grad` are those that a gradient comes back for. `first_number` tells tensors under way apart: values that a
+    stage gives to a rank are numbered through all its messages to that rank.
+    """
 
     values: tuple[str, ...]
     with_grad: tuple[str, ...]
+    first_number: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgram:
     """All that one rank does in a step, whatever the data: its actions, its stages, and what the messages carry.
 
-    `messages` is keyed by (producing stage, consuming rank). `readers` tells for each value which own stages read it.
+    `messages` is keyed by (producing stage, first reading stage). `readers` tells for each value which own stages read
+    it.
     """
 
     rank: int

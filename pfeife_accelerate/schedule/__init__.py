@@ -15,6 +15,7 @@ from pfeife_accelerate.schedule.messages import (
     Message,
     Messages,
     Transfer,
+    by_first_reader,
     chain_messages,
     messages_between,
     transfer_of,
@@ -24,6 +25,7 @@ from pfeife_accelerate.schedule.validate import is_executable, validate
 
 __all__ = [
     "DEFAULT_LOOKAHEAD", "LOWERING", "Message", "Messages", "Transfer", "backward_only", "build", "build_for",
-    "chain_messages", "for_microbatches", "forward_only", "gpipe", "in_sequence", "is_executable", "looped", "lower",
-    "messages_between", "one_f_one_b", "render", "render_lowered", "to_csv", "transfer_of", "validate",
+    "by_first_reader", "chain_messages", "for_microbatches", "forward_only", "gpipe", "in_sequence", "is_executable",
+    "looped", "lower", "messages_between", "one_f_one_b", "render", "render_lowered", "to_csv", "transfer_of",
+    "validate",
 ]  # fmt: skip

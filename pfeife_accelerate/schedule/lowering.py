@@ -36,24 +36,24 @@ def add_sends(schedule: Schedule, messages: Messages, *, lookahead: int = DEFAUL
     routes = Routes(messages, schedule.stage_ranks)
     return replace(
         schedule,
-        per_rank=tuple(_with_sends(actions, rank, routes) for rank, actions in enumerate(schedule.per_rank)),
+        per_rank=tuple(_with_sends(actions, routes) for actions in schedule.per_rank),
     )
 
 
-def _with_sends(actions: tuple[Action, ...], rank: int, routes: Routes) -> tuple[Action, ...]:
+def _with_sends(actions: tuple[Action, ...], routes: Routes) -> tuple[Action, ...]:
     left: dict[Transfer, int] = {}  # backwards still missing for a gradient
     result: list[Action] = []
     for action in actions:
         result.append(action)
         if action.kind is ActionKind.FORWARD:
             result += (
-                replace(action, kind=ActionKind.SEND_F, peer=message.consumer_rank)
+                replace(action, kind=ActionKind.SEND_F, reader=message.reader, peer=message.consumer_rank)
                 for message in routes.from_stage[action.stage]
                 if not routes.is_local(message)
             )
         elif action.kind.gives_input_gradient:
             for message in routes.gradients_from(action.stage):
-                gradient = Transfer(True, message.producer_stage, rank, action.microbatch)
+                gradient = Transfer(True, message.producer_stage, message.reader, action.microbatch)
                 left[gradient] = left.get(gradient, len(message.consumer_stages)) - 1
                 if left[gradient] == 0:
                     result.append(
@@ -61,6 +61,7 @@ def _with_sends(actions: tuple[Action, ...], rank: int, routes: Routes) -> tuple
                             kind=ActionKind.SEND_B,
                             stage=message.producer_stage,
                             microbatch=action.microbatch,
+                            reader=message.reader,
                             peer=routes.stage_ranks[message.producer_stage],
                         )
                     )
@@ -73,7 +74,7 @@ def place_receives(schedule: Schedule, messages: Messages, *, lookahead: int = D
     for sender, actions in enumerate(schedule.per_rank):
         for action in actions:
             if not action.kind.is_compute and action.peer is not None:
-                sent[sender, action.peer].append(transfer_of(action, sender))
+                sent[sender, action.peer].append(transfer_of(action))
     routes = Routes(messages, schedule.stage_ranks)
     per_rank = tuple(
         _with_receives(actions, {s: t for (s, receiver), t in sent.items() if receiver == rank}, routes, lookahead)
@@ -97,7 +98,13 @@ def _with_receives(
         for transfer, slot in zip(transfers, reversed(slots), strict=True):
             kind = ActionKind.RECV_B if transfer.is_gradient else ActionKind.RECV_F
             posts[slot].append(
-                Action(kind=kind, stage=transfer.producer_stage, microbatch=transfer.microbatch, peer=sender)
+                Action(
+                    kind=kind,
+                    stage=transfer.producer_stage,
+                    microbatch=transfer.microbatch,
+                    reader=transfer.reader,
+                    peer=sender,
+                )
             )
     result: list[Action] = []
     index = 0
@@ -116,12 +123,10 @@ def _first_uses(actions: tuple[Action, ...], routes: Routes) -> dict[Transfer, i
     for index, action in enumerate(compute):
         if action.kind is ActionKind.FORWARD:
             for message in routes.into_stage[action.stage]:
-                uses.setdefault(
-                    Transfer(False, message.producer_stage, message.consumer_rank, action.microbatch), index
-                )
+                uses.setdefault(Transfer(False, message.producer_stage, message.reader, action.microbatch), index)
         elif action.kind.gives_input_gradient:
             for message in routes.from_stage[action.stage]:
-                uses.setdefault(Transfer(True, action.stage, message.consumer_rank, action.microbatch), index)
+                uses.setdefault(Transfer(True, action.stage, message.reader, action.microbatch), index)
     return uses
 
 

@@ -1,7 +1,8 @@
 """What a stage hands to another: the dependencies between stages, and which of them are transfers.
 
-Models: values go DIRECTLY from the producing stage to each rank that reads them, once per consuming rank; a message
-whose consumer rank is the producer's own is a local hand-over. Ignores: sizes.
+Models: values go DIRECTLY from the producing stage to each rank that reads them, once per consuming rank, together
+with those that the same stage of it reads first: no stage waits for what only a later one reads. A message whose
+consumer rank is the producer's own is a local hand-over. Ignores: sizes.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ from typing import NamedTuple
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.actions import Action, ActionKind
 
-__all__ = ["Message", "Messages", "Routes", "Transfer", "chain_messages", "messages_between", "transfer_of"]
+__all__ = [
+    "Message", "Messages", "Routes", "Transfer", "by_first_reader", "chain_messages", "messages_between",
+    "transfer_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Everything one stage gives to the stages of one rank; `has_grad`: a gradient comes back for it."""
+    """What one stage gives to one rank for the same first reader; `has_grad`: a gradient comes back for it."""
 
     producer_stage: int
     consumer_rank: int
     consumer_stages: tuple[int, ...]
     has_grad: bool = True
+
+    @property
+    def reader(self) -> int:
+        """The first stage that reads it: with the producer, it names the message."""
+        return min(self.consumer_stages)
 
 
 Messages = tuple[Message, ...]
@@ -34,22 +43,29 @@ class Transfer(NamedTuple):
 
     is_gradient: bool
     producer_stage: int
-    consumer_rank: int
+    reader: int
     microbatch: int
 
     def __str__(self) -> str:
         """How errors call it."""
         what = "gradient for" if self.is_gradient else "activation of"
-        return f"the {what} {self.producer_stage}F{self.microbatch} (rank {self.consumer_rank} reads it)"
+        return f"the {what} {self.producer_stage}F{self.microbatch} (stage {self.reader} reads it first)"
 
 
-def transfer_of(action: Action, rank: int) -> Transfer:
-    """Which transfer a SEND or RECV of `rank` is one side of."""
+def transfer_of(action: Action) -> Transfer:
+    """Which transfer a SEND or RECV is one side of."""
+    if action.reader is None or action.peer is None:
+        raise PfeifeError(id="PF203", what=f"transfer {action} does not name its first reader and its peer rank")
     is_gradient = action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)
-    peer_reads = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
-    if action.peer is None:
-        raise PfeifeError(id="PF203", what=f"transfer {action} of rank {rank} names no peer rank")
-    return Transfer(is_gradient, action.stage, action.peer if peer_reads else rank, action.microbatch)
+    return Transfer(is_gradient, action.stage, action.reader, action.microbatch)
+
+
+def by_first_reader(stages: Iterable[int], stage_ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Reading stages by rank, under the first of each: the messages that a value read by them is part of."""
+    on_rank: dict[int, list[int]] = {}
+    for stage in sorted(set(stages)):
+        on_rank.setdefault(stage_ranks[stage], []).append(stage)
+    return {own[0]: tuple(own) for own in on_rank.values()}
 
 
 def chain_messages(stage_ranks: Sequence[int], *, has_grad: bool = True) -> Messages:
@@ -65,14 +81,13 @@ def messages_between(values: Iterable[tuple[int, Sequence[int], bool]], stage_ra
     readers: dict[tuple[int, int], set[int]] = {}
     with_grad: set[tuple[int, int]] = set()
     for producer, consumers, has_grad in values:
-        for stage in consumers:
-            key = (producer, stage_ranks[stage])
-            readers.setdefault(key, set()).add(stage)
-            with_grad |= {key} if has_grad else set()
+        for reader, stages in by_first_reader(consumers, stage_ranks).items():
+            readers.setdefault((producer, reader), set()).update(stages)
+            with_grad |= {(producer, reader)} if has_grad else set()
     return tuple(
-        Message(producer_stage=key[0], consumer_rank=key[1], consumer_stages=tuple(sorted(stages)),
+        Message(producer_stage=key[0], consumer_rank=stage_ranks[key[1]], consumer_stages=tuple(sorted(together)),
                 has_grad=key in with_grad)
-        for key, stages in sorted(readers.items())
+        for key, together in sorted(readers.items())
     )  # fmt: skip
 
 
@@ -86,21 +101,21 @@ class Routes:
         self.from_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
         self.into_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
         seen: set[tuple[int, int]] = set()
-        for message in sorted(messages, key=lambda m: (m.producer_stage, m.consumer_rank)):
+        for message in sorted(messages, key=lambda m: (m.producer_stage, m.reader)):
             self._check(message, seen)
             self.from_stage[message.producer_stage].append(message)
             for consumer in message.consumer_stages:
                 self.into_stage[consumer].append(message)
 
     def _check(self, message: Message, seen: set[tuple[int, int]]) -> None:
-        key = (message.producer_stage, message.consumer_rank)
+        key = (message.producer_stage, message.reader)
         owners = {self.stage_ranks[stage] for stage in message.consumer_stages}
-        if key in seen or owners != {message.consumer_rank} or min(message.consumer_stages) <= message.producer_stage:
+        if key in seen or owners != {message.consumer_rank} or message.reader <= message.producer_stage:
             raise PfeifeError(
                 id="PF201",
                 what=f"{message} does not fit the stages",
                 where=f"stages live on ranks {self.stage_ranks}",
-                why="a message goes to later stages of its consumer rank, and there is one per stage and rank",
+                why="a message goes to later stages of its consumer rank, and there is one per stage and first reader",
             )
         seen.add(key)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.actions import Action, ActionKind, Schedule, ScheduleFamily
-from pfeife_accelerate.schedule.messages import Messages, Routes, Transfer, chain_messages, transfer_of
+from pfeife_accelerate.schedule.messages import Message, Messages, Routes, Transfer, chain_messages, transfer_of
 
 __all__ = ["chain_messages", "is_executable", "validate"]
 
@@ -45,7 +45,9 @@ def _check_compute(schedule: Schedule) -> None:
     kinds: dict[tuple[int, int], list[ActionKind]] = defaultdict(list)
     for rank, actions in enumerate(schedule.per_rank):
         for action in actions:
-            if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
+            stages = (action.stage, action.reader or 0)
+            are_stages = all(0 <= stage < schedule.num_stages for stage in stages)
+            if not (are_stages and 0 <= action.microbatch < schedule.num_microbatches):
                 raise _bad_compute(f"{action} on rank {rank} is outside the schedule", schedule)
             if action.kind.is_compute:
                 if schedule.stage_ranks[action.stage] != rank:
@@ -85,7 +87,7 @@ def _check_transfers(schedule: Schedule, routes: Routes) -> None:
         for action in actions:
             if action.kind.is_compute:
                 continue
-            transfer = transfer_of(action, rank)
+            transfer = transfer_of(action)
             peer = -1 if action.peer is None else action.peer
             if action.kind in _SENDS:
                 sent[rank, peer].append(transfer)
@@ -115,8 +117,7 @@ def _check_transfers(schedule: Schedule, routes: Routes) -> None:
 
 
 def _pair(transfer: Transfer, routes: Routes) -> tuple[int, int]:
-    producer_rank = routes.stage_ranks[transfer.producer_stage]
-    pair = (producer_rank, transfer.consumer_rank)
+    pair = (routes.stage_ranks[transfer.producer_stage], routes.stage_ranks[transfer.reader])
     return (pair[1], pair[0]) if transfer.is_gradient else pair
 
 
@@ -128,7 +129,7 @@ def _expected_transfers(schedule: Schedule, routes: Routes) -> Iterator[Transfer
                 if routes.is_local(message) or (is_gradient and not message.has_grad):
                     continue
                 for microbatch in range(schedule.num_microbatches):
-                    yield Transfer(is_gradient, message.producer_stage, message.consumer_rank, microbatch)
+                    yield Transfer(is_gradient, message.producer_stage, message.reader, microbatch)
 
 
 # -- the dry run -------------------------------------------------------------------------------------------------------
@@ -161,40 +162,40 @@ class _DryRun:
     def _advance(self, rank: int) -> bool:
         start, actions = self.position[rank], self.lists[rank]
         position = start
-        while position < len(actions) and self.missing(actions[position], rank) is None:
-            self._perform(actions[position], rank)
+        while position < len(actions) and self.missing(actions[position]) is None:
+            self._perform(actions[position])
             position += 1
         self.position[rank] = position
         return position > start
 
-    def _perform(self, action: Action, rank: int) -> None:
+    def _perform(self, action: Action) -> None:
         if action.kind in _SENDS:
-            self.sent.add(transfer_of(action, rank))
+            self.sent.add(transfer_of(action))
         elif not action.kind.is_compute:
-            self.posted.add(transfer_of(action, rank))
+            self.posted.add(transfer_of(action))
         elif action.kind is not ActionKind.WEIGHT_GRADIENT:
             self.done.add((action.kind.is_backward, action.stage, action.microbatch))
 
-    def missing(self, action: Action, rank: int) -> _Need | None:
-        """The first thing that `action` of `rank` still waits for."""
-        for need in self._needs(action, rank):
+    def missing(self, action: Action) -> _Need | None:
+        """The first thing that `action` still waits for."""
+        for need in self._needs(action):
             done, transfer = need
             if done not in self.done or (transfer and not (transfer in self.sent and transfer in self.posted)):
                 return need
         return None
 
-    def _needs(self, action: Action, rank: int) -> Iterator[_Need]:
+    def _needs(self, action: Action) -> Iterator[_Need]:
         stage, microbatch = action.stage, action.microbatch
         if action.kind is ActionKind.FORWARD:
             for message in self.routes.into_stage[stage]:
                 producer = message.producer_stage
-                yield (False, producer, microbatch), self._carrier(False, producer, message.consumer_rank, microbatch)
+                yield (False, producer, microbatch), self._carrier(False, message, microbatch)
         elif action.kind.gives_input_gradient:
             if self.needs_forward:
                 yield (False, stage, microbatch), None
             for message in self.routes.from_stage[stage]:
                 if message.has_grad:
-                    carrier = self._carrier(True, stage, message.consumer_rank, microbatch)
+                    carrier = self._carrier(True, message, microbatch)
                     for consumer in reversed(message.consumer_stages):
                         yield (True, consumer, microbatch), carrier
         elif action.kind is ActionKind.WEIGHT_GRADIENT:
@@ -203,14 +204,14 @@ class _DryRun:
             yield (False, stage, microbatch), None
         elif action.kind is ActionKind.SEND_B:
             for message in self.routes.from_stage[stage]:
-                if message.consumer_rank == rank:
+                if message.reader == action.reader:
                     for consumer in message.consumer_stages:
                         yield (True, consumer, microbatch), None
 
-    def _carrier(self, is_gradient: bool, producer: int, consumer_rank: int, microbatch: int) -> Transfer | None:
-        if not self.with_transfers or self.routes.stage_ranks[producer] == consumer_rank:
+    def _carrier(self, is_gradient: bool, message: Message, microbatch: int) -> Transfer | None:
+        if not self.with_transfers or self.routes.is_local(message):
             return None
-        return Transfer(is_gradient, producer, consumer_rank, microbatch)
+        return Transfer(is_gradient, message.producer_stage, message.reader, microbatch)
 
 
 # -- the picture of a deadlock -----------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ def _deadlock(schedule: Schedule, run: _DryRun) -> PfeifeError:
     waits: dict[int, _Done] = {}
     for rank, actions in enumerate(run.lists):
         if run.position[rank] < len(actions):
-            need = run.missing(actions[run.position[rank]], rank)
+            need = run.missing(actions[run.position[rank]])
             assert need is not None
             waits[rank] = need[0]
     guilty = _cycle(waits, run.done, schedule.stage_ranks)

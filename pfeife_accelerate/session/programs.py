@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 
@@ -10,7 +11,15 @@ from pfeife_accelerate.capture.split import StagedGraph, split
 from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Schedule
 from pfeife_accelerate.runtime.step import MessageValues, RankProgram
-from pfeife_accelerate.schedule import Message, backward_only, for_microbatches, forward_only, in_sequence, lower
+from pfeife_accelerate.schedule import (
+    Message,
+    backward_only,
+    by_first_reader,
+    for_microbatches,
+    forward_only,
+    in_sequence,
+    lower,
+)
 
 
 class Run(str, Enum):
@@ -89,20 +98,26 @@ class ProgramCache:
     def _messages(
         self, staged: StagedGraph, readers: dict[str, tuple[int, ...]]
     ) -> tuple[tuple[Message, ...], dict[tuple[int, int], MessageValues]]:
-        by_pair: dict[tuple[int, int], dict[str, set[int]]] = {}
+        together: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
         for name, stages in readers.items():
-            for stage in stages:
-                pair = (staged.producer_of[name], self.stage_ranks[stage])
-                by_pair.setdefault(pair, {}).setdefault(name, set()).add(stage)
-        messages, contents = [], {}
-        for (producer, rank), values in sorted(by_pair.items()):
-            names = tuple(sorted(values))
+            for reader, own in by_first_reader(stages, self.stage_ranks).items():
+                together.setdefault((staged.producer_of[name], reader), {})[name] = own
+        messages: list[Message] = []
+        contents: dict[tuple[int, int], MessageValues] = {}
+        numbers: Counter[tuple[int, int]] = Counter()  # values so far that a stage gives to a rank
+        for (producer, reader), values in sorted(together.items()):
+            names, rank = tuple(sorted(values)), self.stage_ranks[reader]
             with_grad = tuple(n for n in names if staged.graph.node_of[n].meta["example_value"].requires_grad)
-            stages = tuple(sorted(set().union(*values.values())))
+            consumers = tuple(sorted(set().union(*values.values())))
             messages.append(
-                Message(producer_stage=producer, consumer_rank=rank, consumer_stages=stages, has_grad=bool(with_grad))
+                Message(
+                    producer_stage=producer, consumer_rank=rank, consumer_stages=consumers, has_grad=bool(with_grad)
+                )
             )
-            contents[producer, rank] = MessageValues(values=names, with_grad=with_grad)
+            contents[producer, reader] = MessageValues(
+                values=names, with_grad=with_grad, first_number=numbers[producer, rank]
+            )
+            numbers[producer, rank] += len(names)
         return tuple(messages), contents
 
 

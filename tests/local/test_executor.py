@@ -17,7 +17,7 @@ from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import Schedule, ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.microbatch import Microbatch, divide, take
-from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs, StepState
+from pfeife_accelerate.runtime.step import MicrobatchInputs, RankProgram, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import LocalTransport
 from pfeife_accelerate.schedule import build
 from pfeife_accelerate.session.programs import ProgramCache, Run
@@ -42,6 +42,25 @@ class Net(nn.Module):
         for layer in self.layers[1:]:
             y = torch.relu(layer(y))[:, index] + y
         return y * first
+
+
+class Branches(nn.Module):
+    """A small tensor for the next layers, a large one for the last, one for both, and a table for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.wide = nn.Linear(6, 6), nn.Linear(6, 96)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.end = nn.Linear(96, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(6).flip(0)
+        both = torch.tanh(self.start(x))
+        large, small = torch.tanh(self.wide(x)), torch.sigmoid(x * both)
+        y = self.layers[0](both) * small + both[:, index]
+        for layer in self.layers[1:]:
+            y = torch.relu(layer(y)) + y
+        return self.end(large) * both + y[:, index]
 
 
 class SquareLoss:
@@ -138,6 +157,13 @@ def test_any_order_on_any_placement_gives_the_same_gradients(captured: Any, seed
 
 
 def _check_gradients(captured: Any, order: Schedule, num_microbatches: int) -> None:
+    call = captured[2]
+    legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
+    stages = order.num_stages
+    _check_cut(captured, order, num_microbatches, tuple(legal[len(legal) * k // stages] for k in range(1, stages)))
+
+
+def _check_cut(captured: Any, order: Schedule, num_microbatches: int, cuts: tuple[int, ...]) -> list[RankProgram]:
     model, x, call = captured
     model.zero_grad()
     model(x).square().mean().backward()
@@ -145,9 +171,6 @@ def _check_gradients(captured: Any, order: Schedule, num_microbatches: int) -> N
     model.zero_grad()
 
     name = call.graph.result_names()[-1]
-    legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
-    stages = order.num_stages
-    cuts = tuple(legal[len(legal) * k // stages] for k in range(1, stages))
     caches = [ProgramCache(order, rank) for rank in range(order.num_ranks)]
     staged = [cache.staged(call.graph, cuts, (name,)) for cache in caches]
     programs = [
@@ -163,6 +186,47 @@ def _check_gradients(captured: Any, order: Schedule, num_microbatches: int) -> N
         assert not state.outputs, "results of stages are freed by their backward"
         assert not state.losses
         assert not any(state.values), "values of other stages are freed when no action reads them any more"
+    return programs
+
+
+@pytest.fixture(scope="module")
+def branches() -> tuple[Branches, torch.Tensor, CapturedCall]:
+    """As `captured`, of a model whose first operations are read by several stages of a rank."""
+    torch.manual_seed(0)
+    model, x = Branches().double(), torch.randn(BATCH, 6, dtype=torch.float64)
+    return model, x, ModelCapture(model, CPU).call((x,), {}, None)
+
+
+def _cut_before(call: CapturedCall, *parameters: str) -> tuple[int, ...]:
+    """Cuts directly before the operations that read these parameters."""
+    graph = call.graph
+    return tuple(
+        next(p for p, op in enumerate(graph.ops) if f"{parameter}.weight" in graph.states_of(op))
+        for parameter in parameters
+    )
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("family", [ScheduleFamily.GPIPE, ScheduleFamily.LOOPED])
+def test_what_stages_of_a_rank_read_first_goes_to_each_apart_and_once(
+    branches: Any, family: ScheduleFamily, num_microbatches: int
+):
+    order = build(ScheduleSpec(family=family, num_ranks=2, num_loops=2, num_microbatches=num_microbatches))
+    cuts = _cut_before(branches[2], "layers.0", "layers.2", "end")
+    programs = _check_cut(branches, order, num_microbatches, cuts)
+
+    assert programs[0].messages == programs[1].messages
+    messages = programs[0].messages
+    values = branches[2].graph.node_of
+    width = {name: values[name].meta["example_value"].shape[-1] for m in messages.values() for name in m.values}
+    near, far = messages[0, 1], messages[0, 3]
+    assert [width[name] for name in far.values] == [96] and far.with_grad == far.values
+    assert len(near.values) == 3 and len(near.with_grad) == 2 and 96 not in map(width.get, near.values)
+    assert (near.first_number, far.first_number) == (0, 3), "no two tensors of a micro-batch have the same tag"
+    both = [name for name in near.values if programs[1].readers[name] == (1, 3)]
+    assert len(both) == 2 and len(set(both) & set(near.with_grad)) == 1, "a tensor and the table, sent once"
+    transfers = [str(a) for a in programs[1].actions if a.stage == 0 and a.microbatch == 0 and a.reader is not None]
+    assert sorted(transfers) == ["0RECV_F0>1@0", "0RECV_F0>3@0", "0SEND_B0>1@0", "0SEND_B0>3@0"]
 
 
 def test_an_error_in_a_stage_reaches_the_caller_and_stops_the_other_ranks(captured: Any):

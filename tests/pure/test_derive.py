@@ -48,11 +48,17 @@ def _with_skips(stage_ranks, seed):
         readers[stage] |= {later for later in range(stage + 1, len(stage_ranks)) if chance.random() < 0.3}
     messages = []
     for stage, stages in readers.items():
-        for rank in sorted({stage_ranks[s] for s in stages}):
-            consumers = tuple(sorted(s for s in stages if stage_ranks[s] == rank))
-            has_grad = stage + 1 in consumers or chance.random() < 0.7
+        for first in sorted(stages):
+            rank = stage_ranks[first]
+            later = [s for s in stages if s > first and stage_ranks[s] == rank and chance.random() < 0.7]
+            has_grad = first == stage + 1 or chance.random() < 0.7
             messages.append(
-                Message(producer_stage=stage, consumer_rank=rank, consumer_stages=consumers, has_grad=has_grad)
+                Message(
+                    producer_stage=stage,
+                    consumer_rank=rank,
+                    consumer_stages=(first, *sorted(later)),
+                    has_grad=has_grad,
+                )
             )
     return tuple(messages)
 

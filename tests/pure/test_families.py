@@ -70,12 +70,16 @@ def _grid():
 
 
 def _skips(stage_ranks):
-    """Every stage gives to every later one: the densest dependencies there are."""
+    """Every stage gives something to every set of later ones of a rank: the densest dependencies there are."""
     return tuple(
-        Message(producer_stage=producer, consumer_rank=rank, consumer_stages=stages)
+        Message(
+            producer_stage=producer,
+            consumer_rank=rank,
+            consumer_stages=tuple(s for s in range(reader, len(stage_ranks)) if stage_ranks[s] == rank),
+        )
         for producer in range(len(stage_ranks))
-        for rank in sorted(set(stage_ranks))
-        if (stages := tuple(s for s in range(producer + 1, len(stage_ranks)) if stage_ranks[s] == rank))
+        for reader, rank in enumerate(stage_ranks)
+        if reader > producer
     )
 
 

@@ -102,17 +102,21 @@ def test_the_machine_has_one_device_for_all_or_one_each(machine):
     assert two.device_of(1).name == "other"
 
 
-@pytest.mark.parametrize("text", ["2F0", "0B12", "3I1", "3W1", "1SEND_F3@0", "1RECV_F3@10", "0SEND_B0@1", "0RECV_B2@1"])
+@pytest.mark.parametrize(
+    "text", ["2F0", "0B12", "3I1", "3W1", "1SEND_F3>2@0", "1RECV_F3>12@10", "0SEND_B0>1@1", "0RECV_B2>1@1"]
+)
 def test_actions_read_as_they_print(text):
     assert str(Action.parse(text)) == text
 
 
 def test_action_fields():
-    expected = Action(kind=ActionKind.SEND_F, stage=1, microbatch=3, peer=0)
-    assert Action.parse("1SEND_F3@0") == expected
+    expected = Action(kind=ActionKind.SEND_F, stage=1, microbatch=3, reader=4, peer=0)
+    assert Action.parse("1SEND_F3>4@0") == expected
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2F0@", "2F0 2F1"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2X0", "2F", "2F0@", "2F0@1", "2F0>3@1", "2F0 2F1", "1SEND_F3", "1SEND_F3@0", "1SEND_F3>4"]
+)
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(PfeifeError, match="PF211"):
         Action.parse(text)
@@ -158,6 +162,6 @@ def test_timeline_length_and_busy_time():
     def interval(text, rank, start_s, end_s):
         return Interval(action=Action.parse(text), rank=rank, start_s=start_s, end_s=end_s)
 
-    timeline = Timeline(intervals=(interval("0F0", 0, 0.0, 1.0), interval("0SEND_F0@1", 0, 1.0, 4.0)))
+    timeline = Timeline(intervals=(interval("0F0", 0, 0.0, 1.0), interval("0SEND_F0>1@1", 0, 1.0, 4.0)))
     assert (timeline.makespan_s, timeline.busy_s(0), timeline.busy_s(1)) == (4.0, 1.0, 0.0)
     assert Timeline(intervals=()).makespan_s == 0.0

@@ -82,7 +82,7 @@ def test_what_is_shorter_than_half_a_column_disappears():
 
 
 def test_transfers_are_left_out_and_ranks_may_be_idle():
-    sends = timeline("0F0|0:5 0SEND_F0@1|5:10", "", "")
+    sends = timeline("0F0|0:5 0SEND_F0>1@1|5:10", "", "")
     assert draw(sends, num_ranks=3, width=10 + 9).splitlines() == [
         "rank 0 │0----.....│",
         "rank 1 │..........│",

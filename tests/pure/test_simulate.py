@@ -13,6 +13,7 @@ from pfeife_accelerate.schedule import (
     gpipe,
     looped,
     lower,
+    messages_between,
     one_f_one_b,
 )
 
@@ -61,7 +62,7 @@ def test_one_transfer_at_a_time_on_a_link(machine):
     schedule = forward_only(gpipe(num_ranks=2, num_microbatches=3))
     timeline = run(schedule, stages, machine(latency_s=1.0, bytes_per_s=4.0), size=4)
     times = {str(i.action): (i.start_s, i.end_s) for i in timeline.intervals}
-    assert [times[f"0SEND_F{m}@1"] for m in range(3)] == [(1.0, 3.0), (3.0, 5.0), (5.0, 7.0)]
+    assert [times[f"0SEND_F{m}>1@1"] for m in range(3)] == [(1.0, 3.0), (3.0, 5.0), (5.0, 7.0)]
     assert [times[f"1F{m}"] for m in range(3)] == [(3.0, 4.0), (5.0, 6.0), (7.0, 8.0)]
 
 
@@ -69,8 +70,8 @@ def test_the_two_directions_of_a_link_do_not_disturb_each_other(machine):
     stages = (StageCost(forward_s=1.0, backward_s=1.0), StageCost(forward_s=1.0, backward_s=1.0))
     timeline = run(one_f_one_b(num_ranks=2, num_microbatches=2), stages, machine(latency_s=2.0))
     times = {str(i.action): (i.start_s, i.end_s) for i in timeline.intervals}
-    assert times["0SEND_F1@1"] == (3.0, 5.0)
-    assert times["0SEND_B0@0"] == (5.0, 7.0)
+    assert times["0SEND_F1>1@1"] == (3.0, 5.0)
+    assert times["0SEND_B0>1@0"] == (5.0, 7.0)
     assert times["1F1"] == (5.0, 6.0)
     assert timeline.makespan_s == 10.0
 
@@ -85,6 +86,40 @@ def test_a_skip_is_not_relayed(even_stages, machine):
     schedule = forward_only(gpipe(num_ranks=3, num_microbatches=1))
     timeline = simulate(schedule, even_stages(3), messages, sizes, machine(bytes_per_s=1.0))
     assert timeline.makespan_s == pytest.approx(1 + 5 + 1)
+
+
+def test_a_stage_does_not_wait_for_what_only_a_later_stage_of_its_rank_reads(even_stages, machine):
+    """Stage 0 gives 1 byte to stage 1 and 10 to stage 3, both on rank 1; a byte takes a second."""
+    values = ((0, (1,), True), (0, (3,), True), (1, (2,), True), (2, (3,), True))
+    schedule = gpipe(num_ranks=2, num_microbatches=1, num_loops=2)
+    messages = messages_between(values, schedule.stage_ranks)
+    assert [(m.producer_stage, m.reader) for m in messages] == [(0, 1), (0, 3), (1, 2), (2, 3)]
+    sizes = tuple(MessageBytes(forward_bytes=n, gradient_bytes=n) for n in (1, 10, 0, 0))
+    for one in (schedule, lower(schedule, messages)):
+        timeline = simulate(one, even_stages(4), messages, sizes, machine(bytes_per_s=1.0))
+        times = {str(i.action): (i.start_s, i.end_s) for i in timeline.intervals}
+        assert (times["0SEND_F0>1@1"], times["0SEND_F0>3@1"]) == ((1.0, 2.0), (2.0, 12.0))
+        assert (times["1F0"], times["2F0"], times["3F0"]) == ((2.0, 3.0), (3.0, 4.0), (12.0, 13.0))
+        # Each gradient leaves behind its own reader, and stage 0 waits for both.
+        assert (times["0SEND_B0>3@0"], times["0SEND_B0>1@0"]) == ((15.0, 25.0), (25.0, 26.0))
+        assert (times["1B0"], times["0B0"]) == ((17.0, 19.0), (26.0, 28.0))
+
+
+def test_what_two_stages_of_a_rank_read_travels_once_and_its_gradient_waits_for_both(even_stages, machine):
+    values = ((0, (1, 3), True), (1, (2,), True), (2, (3,), True))
+    schedule = gpipe(num_ranks=2, num_microbatches=1, num_loops=2)
+    messages = messages_between(values, schedule.stage_ranks)
+    sizes = tuple(MessageBytes(forward_bytes=n, gradient_bytes=n) for n in (5, 0, 0))
+    timeline = simulate(schedule, even_stages(4), messages, sizes, machine(bytes_per_s=1.0))
+    times = {str(i.action): (i.start_s, i.end_s) for i in timeline.intervals}
+    sent = {name: when for name, when in times.items() if name.startswith("0SEND")}
+    assert sent == {"0SEND_F0>1@1": (1.0, 6.0), "0SEND_B0>1@0": (15.0, 20.0)}
+    assert (times["1F0"], times["3F0"], times["3B0"], times["1B0"]) == (
+        (6.0, 7.0),
+        (8.0, 9.0),
+        (9.0, 11.0),
+        (13.0, 15.0),
+    )
 
 
 def test_a_local_hand_over_takes_no_time(even_stages, machine):

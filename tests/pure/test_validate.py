@@ -19,7 +19,7 @@ def drawn(*rows, num_microbatches=1, stage_ranks=(0, 1)):
     return Schedule(spec=spec, per_rank=per_rank, stage_ranks=stage_ranks)
 
 
-GOOD = ("0F0 0SEND_F0@1 0RECV_B0@1 0B0", "0RECV_F0@0 1F0 1B0 0SEND_B0@0")
+GOOD = ("0F0 0SEND_F0>1@1 0RECV_B0>1@1 0B0", "0RECV_F0>1@0 1F0 1B0 0SEND_B0>1@0")
 
 
 def test_a_good_list_is_returned_unchanged():
@@ -38,10 +38,12 @@ def test_a_good_list_is_returned_unchanged():
         (("0F0 0B0 1F0", "1B0"), "PF202 1F0 is on rank 0, but its stage is not"),
         (("0F0 0B0", "1F0 1B0 1F7"), "PF202 1F7 on rank 1 is outside the schedule"),
         (("0F0 0B0", "1F0 1B0 2F0"), "PF202 2F0 on rank 1 is outside the schedule"),
-        ((GOOD[0].replace("0SEND_F0@1 ", ""), GOOD[1]), "PF203 the activation of 0F0 .* is sent 0 times, expected 1"),
-        ((GOOD[0] + " 0RECV_B0@1", GOOD[1]), "PF203 the gradient for 0F0 .* is received 2 times, expected 1"),
-        ((GOOD[0] + " 1SEND_F0@1", GOOD[1]), "PF203"),
-        ((GOOD[0] + " 0RECV_F0@1", GOOD[1]), "PF203"),
+        ((GOOD[0].replace("0SEND_F0>1@1 ", ""), GOOD[1]), "PF203 the activation of 0F0 .* is sent 0 times, expected 1"),
+        ((GOOD[0] + " 0RECV_B0>1@1", GOOD[1]), "PF203 the gradient for 0F0 .* is received 2 times, expected 1"),
+        ((GOOD[0] + " 1SEND_F0>1@1", GOOD[1]), "PF203 a transfer is sent by a rank that has no part in it"),
+        ((GOOD[0] + " 0SEND_F0>2@1", GOOD[1]), "PF202 0SEND_F0>2@1 on rank 0 is outside the schedule"),
+        ((GOOD[0].replace("F0>1@1", "F0>1@0"), GOOD[1]), "PF203 the activation of 0F0 .* is sent 0 times, expected 1"),
+        ((GOOD[0] + " 0RECV_F0>1@1", GOOD[1]), "PF203"),
     ],
 )
 def test_what_is_refused(rows, message):
@@ -51,8 +53,8 @@ def test_what_is_refused(rows, message):
 
 def test_sends_and_receives_of_a_pair_have_one_order():
     rows = (
-        "0F0 0SEND_F0@1 0F1 0SEND_F1@1 0RECV_B0@1 0RECV_B1@1 0B0 0B1",
-        "0RECV_F1@0 0RECV_F0@0 1F0 1F1 1B0 0SEND_B0@0 1B1 0SEND_B1@0",
+        "0F0 0SEND_F0>1@1 0F1 0SEND_F1>1@1 0RECV_B0>1@1 0RECV_B1>1@1 0B0 0B1",
+        "0RECV_F1>1@0 0RECV_F0>1@0 1F0 1F1 1B0 0SEND_B0>1@0 1B1 0SEND_B1>1@0",
     )
     with pytest.raises(PfeifeError, match=r"PF205 rank 0 sends the activation of 0F0 .* where rank 1 receives .* 0F1"):
         validate(drawn(*rows, num_microbatches=2), CHAIN)
@@ -91,7 +93,7 @@ def test_finished_ranks_and_long_rows_are_shortened():
     schedule = place_receives(add_sends(drawn(*rows, num_microbatches=9), CHAIN), CHAIN)
     # Take the one receive away that 1F0 needs and post it after its use.
     row = list(schedule.per_rank[1])
-    late = row.pop(row.index(Action.parse("0RECV_F8@0")))
+    late = row.pop(row.index(Action.parse("0RECV_F8>1@0")))
     schedule = replace(schedule, per_rank=(schedule.per_rank[0], (*row, late)))
     with pytest.raises(PfeifeError) as error:
         validate(schedule, CHAIN)
@@ -101,14 +103,14 @@ def test_finished_ranks_and_long_rows_are_shortened():
 
 
 def test_a_receive_posted_after_its_use_is_a_deadlock():
-    rows = (GOOD[0], "1F0 0RECV_F0@0 1B0 0SEND_B0@0")
+    rows = (GOOD[0], "1F0 0RECV_F0>1@0 1B0 0SEND_B0>1@0")
     with pytest.raises(PfeifeError, match="PF204 schedule deadlocks: rank 1 waits for 0F0's activation\n") as error:
         validate(drawn(*rows), CHAIN)
     assert "why    its transfer is sent or posted behind the action that needs it" in str(error.value)
 
 
 def test_a_send_before_its_compute_is_a_deadlock():
-    rows = ("0SEND_F0@1 0F0 0RECV_B0@1 0B0", GOOD[1])
+    rows = ("0SEND_F0>1@1 0F0 0RECV_B0>1@1 0B0", GOOD[1])
     with pytest.raises(PfeifeError, match="PF204 schedule deadlocks: rank 0 waits for 0F0's activation"):
         validate(drawn(*rows), CHAIN)
 
