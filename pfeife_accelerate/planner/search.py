@@ -10,7 +10,6 @@ Ignores: other numbers of micro-batches or ranks: the search is asked again for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +29,7 @@ from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
 from pfeife_accelerate.planner.starts import Start, by_value, even_starts, starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
-from pfeife_accelerate.schedule import Message, Messages, build, lower
+from pfeife_accelerate.schedule import build, lower
 from pfeife_accelerate.schedule.order import order_of, schedule_of
 
 __all__ = ["make_plan"]
@@ -131,14 +130,13 @@ def _planned(problem: Problem, best: Start, recompute: tuple[int, ...], begun: l
         MessageBytes(forward_bytes=round(there), gradient_bytes=round(gradient))
         for there, gradient in zip(forward[:, 0].tolist(), back[:, 0].tolist(), strict=True)
     )
-    messages, sizes = _merged(slices.messages, sizes)
-    timeline = simulate(lower(schedule, messages), stages, messages, sizes, problem.machine)
+    timeline = simulate(lower(schedule, slices.messages), stages, slices.messages, sizes, problem.machine)
     ends = np.zeros(problem.num_ranks)
     for interval in timeline.intervals:
         if interval.action.kind.is_compute:
             ends[interval.rank] = max(ends[interval.rank], interval.end_s)
     estimate_s = float((ends + slices.optimizer_s[:, 0]).max())
-    if len(messages) == len(slices.messages) and abs(estimate_s - best.value) > 1e-6 * best.value:
+    if abs(estimate_s - best.value) > 1e-6 * best.value:
         raise InternalError(
             id="PF311",
             what=f"the plan takes {estimate_s} s as executed, {best.value} s as searched",
@@ -157,23 +155,6 @@ def _planned(problem: Problem, best: Start, recompute: tuple[int, ...], begun: l
         timeline=timeline,
         runners_up=runners_up(problem, best, begun, recompute),
     )
-
-
-def _merged(messages: Messages, sizes: Sequence[MessageBytes]) -> tuple[Messages, tuple[MessageBytes, ...]]:
-    """One message for each stage and rank, as ranks exchange them."""
-    found: dict[tuple[int, int], tuple[Message, MessageBytes]] = {}
-    for message, size in zip(messages, sizes, strict=True):
-        key = (message.producer_stage, message.consumer_rank)
-        if key in found:
-            other, more = found[key]
-            stages = tuple(sorted({*other.consumer_stages, *message.consumer_stages}))
-            message = replace(message, consumer_stages=stages, has_grad=message.has_grad or other.has_grad)
-            size = MessageBytes(
-                forward_bytes=size.forward_bytes + more.forward_bytes,
-                gradient_bytes=size.gradient_bytes + more.gradient_bytes,
-            )
-        found[key] = message, size
-    return tuple(message for message, _ in found.values()), tuple(size for _, size in found.values())
 
 
 def _schedule(best: Start) -> Schedule:

@@ -298,7 +298,7 @@ class Slices:
 
 def route_of(message: Message) -> tuple[int, int]:
     """What tells the messages of a placement apart: who sends, and which stage reads first."""
-    return message.producer_stage, message.consumer_stages[0]
+    return message.producer_stage, message.reader
 
 
 def _first_of_each(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
