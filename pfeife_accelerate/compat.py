@@ -125,9 +125,16 @@ def state_holders(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, An
     return module._parameters, module._buffers
 
 
+def under_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind what `torch.vmap` and its kin show to the function they run (torch 2.1 to 2.14); or itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors share exactly if they share their storage; works for fake tensors too."""
-    return tensor.untyped_storage()._cdata
+    return under_transforms(tensor).untyped_storage()._cdata
 
 
 def mark_batch_dynamic(tensor: torch.Tensor, dim: int = 0) -> None:
