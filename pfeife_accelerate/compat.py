@@ -125,9 +125,16 @@ def state_holders(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, An
     return module._parameters, module._buffers
 
 
+def under_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind what `torch.vmap` and its kin show to the function they run (torch 2.1 to 2.14); or itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors share exactly if they share their storage; works for fake tensors too."""
-    return tensor.untyped_storage()._cdata
+    return under_transforms(tensor).untyped_storage()._cdata
 
 
 def mark_batch_dynamic(tensor: torch.Tensor, dim: int = 0) -> None:
@@ -153,6 +160,9 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
     """Dynamo may capture a function that often (a new length or mode is one more capture each), without giving up on
     bookkeeping: messages of loggers, and `requires_grad = True` or `requires_grad_()` on a value made in forward.
 
+    A float is a constant of its capture, also where it has differed between captures: a symbol for it would be a
+    value that exists at run time alone.
+
     One more raises (see `is_capture_limit`); without that, Dynamo would run the function on the fakes, uncaptured.
 
     torch 2.1 - 2.14 for the options and `TensorVariable.call_method`; torch 2.14 for
@@ -168,6 +178,7 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
         ignore_logger_methods=messages,
+        specialize_float=True,
     )
     # It warns of each `.item()` in the model's Python, which reads the value from us.
     logger = logging.getLogger("torch._dynamo.variables.tensor")

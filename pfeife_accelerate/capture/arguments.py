@@ -11,6 +11,8 @@ The rules, in this order:
    all calls before: a table of eight class weights is given away by a batch of seven.
 5. What the capture shows overrules 4: where the model's code fixes the size, it is no batch. An argument of one
    dimension whose size nothing in the model ties to the other arguments is in doubt, and a warning says so.
+6. Arguments whose sizes the model's code leaves open, each by itself, are told to have equally many rows where the
+   batch could not be divided otherwise, and can be then. Arguments in doubt are not.
 
 Ignores: what rows mean to the model; `graph` sees which operations mix them.
 """
@@ -21,7 +23,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +44,21 @@ class CallArguments:
     batch_dims: Mapping[int, int]
     names: Mapping[int, str]
     doubt: str | None = None
+    tied_names: frozenset[str] = frozenset()
+
+    @property
+    def tied(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """The tensors that are to have equally many rows, by the dimension that counts them."""
+        found: dict[int, dict[int, torch.Tensor]] = {}
+        for leaf in pytree.tree_leaves((self.args, self.kwargs)):
+            dim = self.batch_dims.get(id(leaf))
+            if dim is not None and self.names[id(leaf)] in self.tied_names:
+                found.setdefault(dim, {})[id(leaf)] = leaf
+        return tuple(tuple(found.get(dim, {}).values()) for dim in range(max(found, default=-1) + 1))
+
+    def with_tied(self, names: frozenset[str]) -> CallArguments:
+        """The same call with these arguments tied as well."""
+        return replace(self, tied_names=self.tied_names | names)
 
     def with_more_rows(self) -> CallArguments:
         """The same call with the last row of each batch repeated, to a number that is no other size."""
@@ -63,7 +80,9 @@ class CallArguments:
         args, kwargs = pytree.tree_map(longer, (self.args, self.kwargs))
         dims = {id(made[key]): dim for key, dim in self.batch_dims.items() if key in made}
         names = {id(made[key]): name for key, name in self.names.items() if key in made}
-        return CallArguments(args=args, kwargs=kwargs, rows=rows, batch_dims=dims, names=names)
+        return CallArguments(
+            args=args, kwargs=kwargs, rows=rows, batch_dims=dims, names=names, tied_names=self.tied_names
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +92,54 @@ class _Named:
     position: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Carrier:
+    """An argument that carries the batch in a graph, and the symbols of its number of rows."""
+
+    argument: torch.Tensor
+    name: str
+    symbols: frozenset[Any]
+    is_in_doubt: bool
+
+
+def _carriers(given: CallArguments, graph: CapturedGraph, arguments: tuple[Any, ...]) -> tuple[_Carrier, ...]:
+    found = {
+        id(argument): (argument, symbols_of(placeholder.example.shape[given.batch_dims[id(argument)]]))
+        for placeholder in graph.placeholders
+        if id(argument := arguments[placeholder.index]) in given.batch_dims
+    }
+    carriers: list[_Carrier] = []
+    for key, (argument, symbols) in found.items():
+        others = [theirs for other, (_, theirs) in found.items() if other != key]
+        is_alone = bool(symbols and others) and not any(symbols & theirs for theirs in others)
+        doubtful = argument.dim() == 1 and is_alone
+        carriers.append(_Carrier(argument=argument, name=given.names[key], symbols=symbols, is_in_doubt=doubtful))
+    return tuple(carriers)
+
+
 def doubts(given: CallArguments, graph: CapturedGraph, arguments: tuple[Any, ...]) -> tuple[str, ...]:
     """What is assumed of the batch in this call, and how to say it otherwise, where rule 3 or 5 is in doubt."""
     how = ". To say it otherwise, set the option batch_dims: {name: dimension, or none}"
     found = [] if given.doubt is None else [given.doubt + how]
     if graph.refusal is None:
-        carriers = {
-            id(argument): (argument, symbols_of(placeholder.example.shape[given.batch_dims[id(argument)]]))
-            for placeholder in graph.placeholders
-            if id(argument := arguments[placeholder.index]) in given.batch_dims
-        }
-        for key, (argument, symbols) in carriers.items():
-            others = [theirs for other, (_, theirs) in carriers.items() if other != key]
-            if argument.dim() == 1 and symbols and others and not any(symbols & theirs for theirs in others):
-                found.append(
-                    f"it is assumed that {given.names[key]!r} (shape {tuple(argument.shape)}) has a value for each row "
-                    f"of the batch: nothing in the model ties it to the other arguments{how}"
-                )
+        found += [
+            f"it is assumed that {carrier.name!r} (shape {tuple(carrier.argument.shape)}) has a value for each row "
+            f"of the batch: nothing in the model ties it to the other arguments{how}"
+            for carrier in _carriers(given, graph, arguments)
+            if carrier.is_in_doubt
+        ]
     return tuple(found)
+
+
+def open_sizes(given: CallArguments, graph: CapturedGraph, arguments: tuple[Any, ...]) -> frozenset[str]:
+    """The arguments to tie by rule 6; none if that would change nothing."""
+    if graph.refusal is None:
+        return frozenset()
+    carriers = [
+        carrier for carrier in _carriers(given, graph, arguments) if carrier.symbols and not carrier.is_in_doubt
+    ]
+    are_several = len({carrier.symbols for carrier in carriers}) > 1
+    return frozenset(carrier.name for carrier in carriers) if are_several else frozenset()
 
 
 class BatchRules:
@@ -100,6 +149,8 @@ class BatchRules:
         self._declared = dict(declared)
         self._parameters = _parameters_of(forward)
         self._without: set[str] = set()
+        self._tied: frozenset[str] = frozenset()
+        self._in_vain: set[frozenset[str]] = set()
         self._refuse_unknown()
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
@@ -129,7 +180,21 @@ class BatchRules:
                 if id(one.tensor) in dims:
                     mark_batch_dynamic(one.tensor, dims[id(one.tensor)])
         names = {id(one.tensor): one.name for one in found}
-        return CallArguments(args=args, kwargs=kwargs, rows=rows, batch_dims=dims, names=names, doubt=doubt)
+        return CallArguments(
+            args=args, kwargs=kwargs, rows=rows, batch_dims=dims, names=names, doubt=doubt, tied_names=self._tied
+        )
+
+    def untried(self, names: frozenset[str]) -> frozenset[str]:
+        """These arguments if tying them (rule 6) has not been tried, else none."""
+        return frozenset() if names in self._in_vain else names
+
+    def tried(self, names: frozenset[str], *, helps: bool) -> bool:
+        """Remember whether tying these arguments makes the batch divisible."""
+        if helps:
+            self._tied |= names
+        else:
+            self._in_vain.add(names)
+        return helps
 
     def _rows(self, found: list[_Named], dims: Mapping[int, int], open_ones: list[_Named]) -> tuple[int, str | None]:
         declared = {one.name: one.tensor.shape[dims[id(one.tensor)]] for one in found if id(one.tensor) in dims}

@@ -29,6 +29,7 @@ from pfeife_accelerate.capture.nodes import (
     mutates,
     source_line,
     tensors_in,
+    transformed,
 )
 from pfeife_accelerate.capture.random_operation import draws_random
 from pfeife_accelerate.capture.sizes import bind, concrete, symbols_of
@@ -92,6 +93,8 @@ class CapturedGraph:
         output = next(n for n in gm.graph.nodes if n.op == "output")
         self.outputs: tuple[Any, ...] = tuple(output.args[0])
         self.output_examples = tuple(_example(value) for value in self.outputs)
+        self.transformed = transformed(gm.graph)
+        """What runs under `torch.vmap` or its kin: it cannot be parted, and all of it runs."""
         self.tail, self.mixing_node = self._find_tail()
         self.refusal = indivisible or self._refusal()
         if self.refusal:
@@ -225,6 +228,7 @@ class CapturedGraph:
                     pure.add(node)
                 continue
             is_plain = node.op in ("call_function", "call_method") and not draws_random(node) and mutates(node) is None
+            is_plain = is_plain and node not in self.transformed
             if is_plain and all(n in pure or n.op == "get_attr" for n in inputs_of(node)):
                 pure.add(node)
         wanted: set[fx.Node] = set()
@@ -245,6 +249,8 @@ class CapturedGraph:
             return f"an operation mixes the rows of the batch in the middle of the model ({where})"
         if any(self.states_of(n) for n in self.tail):
             return f"an operation with parameters follows one that mixes the rows of the batch ({where})"
+        if self.tail & self.transformed:
+            return f"a transformed function (torch.vmap or its kin) runs on what mixes the rows of the batch ({where})"
         changed = [n for n in self.tail if (target := mutates(n)) is not None and target not in self.tail]
         if changed:
             return f"forward changes a buffer by a value made of the whole batch ({source_line(changed[0])})"
@@ -271,6 +277,8 @@ class CapturedGraph:
 
         first_of_storage: dict[int, int] = {}
         for i, node in enumerate(self.ops):
+            if i and node in self.transformed and self.ops[i - 1] in self.transformed:
+                block(i - 1, i)
             example = node.meta.get("example_value")
             if not isinstance(example, torch.Tensor | torch.SymInt | int | torch.Size | None):
                 block(i, last_use.get(node, i))
@@ -361,5 +369,6 @@ def _normalise(gm: fx.GraphModule) -> None:
             if user.op == "call_function" and user.target is operator.getitem and isinstance(user.args[1], int):
                 anchor.append(user)
                 anchor = user
-    gm.graph.eliminate_dead_code(_must_stay)
+    within = transformed(gm.graph)
+    gm.graph.eliminate_dead_code(lambda node: node in within or _must_stay(node))
     gm.recompile()

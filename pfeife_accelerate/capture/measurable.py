@@ -21,13 +21,17 @@ from torch.fx.node import map_arg
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, mutates, target_name, tensors_in
 from pfeife_accelerate.capture.regions import region_of
-from pfeife_accelerate.compat import FakeTensor, storage_id
+from pfeife_accelerate.compat import FakeTensor, storage_id, under_transforms
 from pfeife_accelerate.ir import TensorSpec
 from pfeife_accelerate.ir.costs import MeasurableOp, Operand, OperandRole, PreparedOp
 
-__all__ = ["measurable_ops"]
+__all__ = ["NotMeasurable", "measurable_ops"]
 
 _RANDOM_TILE = 1 << 20  # elements drawn; a larger tensor repeats them, since drawing is slower than most operations
+
+
+class NotMeasurable(Exception):
+    """An operation cannot be run alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,17 @@ class _MadeUp:
         return flat.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _NotMade:
+    """A tensor that cannot be made up: one that exists under `torch.vmap` or its kin alone."""
+
+    text: str
+
+
+def _can_be_made(tensor: torch.Tensor) -> bool:
+    return under_transforms(tensor) is tensor
+
+
 def measurable_ops(
     graph: CapturedGraph,
     bindings: Mapping[Any, int],
@@ -72,6 +87,7 @@ def measurable_ops(
 ) -> tuple[MeasurableOp | None, ...]:
     """The operations of `graph.ops` for one micro-batch; None for one that costs nothing.
 
+    One that reads or makes what cannot be made up raises NotMeasurable when it is prepared: it is to be modelled.
     `bindings` are the micro-batch's sizes by symbol. `autocast` is (device type, element type) of the region in which
     the model is called; regions inside the graph are followed by themselves.
     """
@@ -134,7 +150,9 @@ class _Reader:
             target=target_name(node),
             reads=tuple(reads),
             writes=tuple(self._operand(tensor, OperandRole.ACTIVATION) for tensor in outputs),
-            prepare=partial(_prepare, node, self.values, changed, self.device),
+            prepare=partial(_prepare, node, self.values, changed, self.device)
+            if all(map(_can_be_made, outputs))
+            else _refuse_to_prepare,
             context=partial(_mode, autocast, needs_grad),
             is_inplace=changed is not None,
             region=region.number if (region := region_of(node)) is not None else None,
@@ -149,6 +167,9 @@ class _Reader:
         return self._described(node.meta.get("example_value"), self._role(node))
 
     def _described(self, example: Any, role: OperandRole) -> Any:
+        if isinstance(example, torch.Tensor) and not _can_be_made(example):
+            shape = self.graph.concrete(tuple(under_transforms(example).shape), self.bindings)
+            return _NotMade(text=f"{example.dtype}{shape} mapped")
         if isinstance(example, torch.Tensor):
             return _MadeUp(
                 shape=self.graph.concrete(tuple(example.shape), self.bindings),
@@ -177,19 +198,20 @@ class _Reader:
             yield self._operand(tensor, self._role(node))
 
     def _operand(self, tensor: torch.Tensor, role: OperandRole) -> Operand:
+        behind = under_transforms(tensor)
         spec = TensorSpec(
-            shape=self.graph.concrete(tuple(tensor.shape), self.bindings),
+            shape=self.graph.concrete(tuple(behind.shape), self.bindings),
             dtype=str(tensor.dtype).removeprefix("torch."),
             requires_grad=tensor.requires_grad,
         )
-        storage_bytes = self.graph.concrete(tensor.untyped_storage().nbytes(), self.bindings)
+        storage_bytes = self.graph.concrete(behind.untyped_storage().nbytes(), self.bindings)
         return Operand(spec=spec, storage=storage_id(tensor), storage_bytes=storage_bytes, role=role)
 
     def _text(self, value: Any) -> str:
         """Canonical text of an argument: equal texts, equal work."""
         if isinstance(value, fx.Node):
             return f"%{list(self.values).index(value)}:{self._text(self.values[value])}"
-        if isinstance(value, _MadeUp):
+        if isinstance(value, _MadeUp | _NotMade):
             return value.text
         if isinstance(value, torch.Tensor):
             return self._text(self._described(value, OperandRole.STATE))
@@ -216,6 +238,10 @@ def _target_text(target: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Made-up tensors
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_to_prepare() -> PreparedOp:
+    raise NotMeasurable("its results exist under torch.vmap or its kin alone")
 
 
 def _prepare(node: fx.Node, values: Mapping[fx.Node, Any], changed: fx.Node | None, device: torch.device) -> PreparedOp:
@@ -246,6 +272,8 @@ def _set_item(changed: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
 def _made(value: Any, device: torch.device) -> Any:
     if isinstance(value, _MadeUp):
         return value.make(device)
+    if isinstance(value, _NotMade):
+        raise NotMeasurable(f"it reads what exists under torch.vmap or its kin alone: {value.text}")
     if isinstance(value, tuple):
         return tuple(_made(item, device) for item in value)
     return value

@@ -7,7 +7,8 @@ operations by name and by the dimension they work along. Ignores: indexing by te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ BatchDim = Callable[[torch.Tensor], int | None]
 
 _DIM_ARGUMENT = {
     "softmax": 1,
+    "softmin": 1,
     "log_softmax": 1,
+    "gumbel_softmax": 4,
     "cumsum": 1,
     "cumprod": 1,
     "cummax": 1,
@@ -33,6 +36,9 @@ _DIM_ARGUMENT = {
     "normalize": 2,
 }
 """Where operations that work along a dimension are given it."""
+_ALONG_FIRST = ("msort", "flipud")
+_TRIANGLES = ("tril", "triu")
+_FOURIER = re.compile(r"^fft_(i?[rh]?fft[2n]?|i?fftshift)$")
 _ALONG_PLACES = ("conv", "max_pool", "avg_pool", "adaptive_", "interpolate")
 
 
@@ -57,6 +63,16 @@ def mixes_rows(node: fx.Node, batch_dim: BatchDim, num_batch_dims: Callable[[tor
         return along >= first.dim() - len(tuple(shape))  # type: ignore[arg-type]
     if name.startswith(_ALONG_PLACES):
         return along != 0
+    if name in _ALONG_FIRST:
+        return along == 0
+    if name in _TRIANGLES:
+        return along >= first.dim() - 2
+    if _FOURIER.match(name):
+        return along in _fourier_dims(node, name, first.dim())
+    if name == "roll":  # without a dimension, all elements one after the other
+        return along in _dims(node, _DIM_ARGUMENT[name], first.dim(), default=range(first.dim()))
+    if name == "flip" and isinstance(node.args[-1], int):
+        return along in {dim % first.dim() for dim in node.args[1:] if isinstance(dim, int)}
     if name in _DIM_ARGUMENT:
         return along in _dims(node, _DIM_ARGUMENT[name], first.dim())
     return False
@@ -73,9 +89,17 @@ def _joins_batches(node: fx.Node, batch_dim: BatchDim) -> bool:
     )
 
 
-def _dims(node: fx.Node, position: int, number: int, default: int = -1) -> list[int]:
+def _fourier_dims(node: fx.Node, name: str, number: int) -> list[int]:
+    if name.endswith("shift"):
+        return _dims(node, 1, number, default=range(number))
+    of_name: dict[str, int | Sequence[int]] = {"2": (-2, -1), "n": range(number)}
+    return _dims(node, 2, number, default=of_name.get(name[-1], -1))
+
+
+def _dims(node: fx.Node, position: int, number: int, default: int | Sequence[int] = -1) -> list[int]:
     """The dimensions that the operation is given, counted from the front."""
     named: Any = node.kwargs.get("dim", node.kwargs.get("dims"))
-    given = named if named is not None else (node.args[position] if len(node.args) > position else default)
-    dims = given if isinstance(given, tuple | list) else (given,)
+    given = named if named is not None else (node.args[position] if len(node.args) > position else None)
+    given = default if given is None else given
+    dims = given if isinstance(given, tuple | list | range) else (given,)
     return [dim % number for dim in dims if isinstance(dim, int) and number]

@@ -7,6 +7,7 @@ The model's own `forward` is compiled with a backend that computes nothing, on f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pfeife_accelerate.capture.arguments import BatchRules, CallArguments, doubts
+from pfeife_accelerate.capture.arguments import BatchRules, CallArguments, doubts, open_sizes
 from pfeife_accelerate.capture.backend import CallRecorder, PieceCall
 from pfeife_accelerate.capture.eager_ops import EagerOp, OperationRecorder
 from pfeife_accelerate.capture.failure import CaptureFailure, refused
@@ -25,14 +26,15 @@ from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind, bind
 from pfeife_accelerate.capture.inputs import InputLink, Inputs
 from pfeife_accelerate.capture.side_effects import Snapshot
 from pfeife_accelerate.capture.stitch import StitchCache, stitch
+from pfeife_accelerate.capture.structure import MAX_DEPTH, map_tensors, tensors_of
 from pfeife_accelerate.capture.timeline import NotStitched, Timeline, TimelineReader
-from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, pytree, reads_values
+from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, reads_values
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.log import get_logger, warn_once
 
 MAX_VARIANTS = 64
-MAX_DEPTH = 6
 _LOG = get_logger(__name__)
+_NUMBERS = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class CapturedCall:
     bindings: Mapping[Any, int]
     structure: Any
     fakes: Mapping[int, int]
+    is_one_graph: bool
+    """Whether Dynamo captured the call whole."""
     links: tuple[InputLink, ...] = ()
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
     """The script's tensors among the arguments, and how often they had been changed in place."""
@@ -119,12 +123,17 @@ class ModelCapture:
     def _compile(self) -> None:
         forward = self.original_forward
 
-        def captured_forward(*args: Any, **kwargs: Any) -> Any:
+        def captured_forward(tied: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
+            sizes = [tensor.shape[dim] for dim, tensors in enumerate(tied) for tensor in tensors]
+            for size in sizes:
+                if size != sizes[0]:  # from this Dynamo learns that they are one and the same number
+                    raise ValueError(f"arguments with {size} and {sizes[0]} rows")
             return forward(*args, **kwargs)
 
-        # Dynamo counts variants by code object, and functions made in one place share theirs.
-        own = captured_forward.__code__.replace()
-        function = types.FunctionType(own, globals(), "captured_forward", None, captured_forward.__closure__)
+        # Dynamo counts variants by code object, and functions made in one place share theirs. By name and line it
+        # remembers which numbers have differed, and takes these for symbols: another model's must not count.
+        own = captured_forward.__code__.replace(co_name=f"captured_forward_{next(_NUMBERS)}")
+        function = types.FunctionType(own, globals(), own.co_name, None, captured_forward.__closure__)
         self._compiled = torch.compile(function, backend=self._recorder)
 
     def states(self) -> dict[str, torch.Tensor]:
@@ -151,17 +160,46 @@ class ModelCapture:
         kind = (torch.is_grad_enabled(), self.module.training)
         self._before = None if kind in self._proved else Snapshot(self.module, self.device)
         try:
-            return self._captured(given, autocast)
+            return self._best(given, autocast)
         except CaptureFailure as failure:
             self.undo()
             if not is_capture_limit(failure.cause):
                 raise
         self._forget_variants()
         try:
-            return self._captured(given, autocast)
+            return self._best(given, autocast)
         except CaptureFailure:
             self.undo()
             raise
+
+    def _best(self, given: CallArguments, autocast: tuple[str, torch.dtype] | None) -> CapturedCall:
+        """The call as it is, or, where its batch cannot be divided, with arguments told to have equally many rows.
+
+        Each argument's number of rows is a symbol of its own unless the model's code compares them, and a reshape of
+        one by the rows of another seems to mix the rows.
+        """
+        assert self._rules is not None
+        as_it_is = self._captured(given, autocast)
+        names = self._rules.untried(open_sizes(given, as_it_is.graph, as_it_is.arguments))
+        kind = (torch.is_grad_enabled(), self.module.training)
+        if not names:
+            self._proved |= {kind} if as_it_is.is_one_graph else set()
+            return as_it_is
+        if self._before is None:
+            self._proved.discard(kind)  # the next such call can be taken back, and therefore tried
+            return as_it_is
+        after = Snapshot(self.module, self.device)
+        self.undo()
+        try:
+            tied = self._captured(given.with_tied(names), autocast)
+        except CaptureFailure as failure:
+            _LOG.info("with as many rows in each of %s it cannot be captured: %s", sorted(names), failure)
+            self._rules.tried(names, helps=False)
+        else:
+            if self._rules.tried(names, helps=tied.graph.refusal is None):
+                return tied
+        after.restore()
+        return as_it_is
 
     def _forget_variants(self) -> None:
         warn_once(
@@ -223,10 +261,10 @@ class ModelCapture:
         assert recorder.operations is not None
         reader = TimelineReader(self._fakes.name_of, self._inputs.differentiable)
         timeline = reader.read(tuple(recorder.calls), tuple(recorder.operations.ops), (fake,))
-        key = timeline.key(given.batch_dims)
+        key = _key(timeline, given)
         stitched = self._stitched.find(key, timeline, self._states)
         if stitched is None:
-            stitched = stitch(timeline, self._states, given.batch_dims, None)
+            stitched = stitch(timeline, self._states, given, None)
             self._stitched.keep(key, stitched)
         arguments = stitched.arguments(timeline, self._states)
         self._answers.append(self.peek(stitched.graph, arguments, bind_symbols(stitched.graph, arguments), autocast))
@@ -238,8 +276,8 @@ class ModelCapture:
         recorder.calls.clear()
         recorder.operations = OperationRecorder(self._value_of) if self._notes_operations else None
         with recorder.operations if recorder.operations is not None else nullcontext():
-            structure = self._compiled(*given.args, **given.kwargs)
-        returned = tuple(_tensors_of(structure))
+            structure = self._compiled(given.tied, *given.args, **given.kwargs)
+        returned = tuple(tensors_of(structure))
         operations = recorder.operations
         return _Record(
             calls=tuple(recorder.calls),
@@ -266,15 +304,14 @@ class ModelCapture:
             (only,) = record.calls
             graph = only.piece.whole(only.args, self._fakes.name_of, given.batch_dims)
             arguments, fakes = only.args, {id(fake): i for i, fake in enumerate(only.outputs)}
-            self._proved.add((torch.is_grad_enabled(), self.module.training))
         else:
             timeline = self._timeline(record)
-            stitched = self._stitched.find(timeline.key(given.batch_dims), timeline, self._states)
+            stitched = self._stitched.find(_key(timeline, given), timeline, self._states)
             if stitched is None:
                 record, indivisible = self._general(given, record)
                 timeline = self._timeline(record)
-                stitched = stitch(timeline, self._states, given.batch_dims, indivisible)
-                self._stitched.keep(timeline.key(given.batch_dims), stitched)
+                stitched = stitch(timeline, self._states, given, indivisible)
+                self._stitched.keep(_key(timeline, given), stitched)
             graph, arguments = stitched.graph, stitched.arguments(timeline, self._states)
             fakes = {fake: i for i, fake in enumerate(timeline.result_ids)}
         return CapturedCall(
@@ -282,6 +319,7 @@ class ModelCapture:
             arguments=arguments,
             bindings=bind_symbols(graph, arguments),
             structure=record.structure,
+            is_one_graph=record.is_one_graph,
             fakes=fakes,
             doubts=doubts(given, graph, arguments),
             links=self._inputs.links(arguments),
@@ -323,6 +361,10 @@ class ModelCapture:
             after.restore()
 
 
+def _key(timeline: Timeline, given: CallArguments) -> tuple[Any, ...]:
+    return (timeline.key(given.batch_dims), given.tied_names)
+
+
 def replay_tail(
     graph: CapturedGraph, arguments: tuple[Any, ...], bindings: Mapping[Any, int], value_of: Callable[[str], Any]
 ) -> dict[fx.Node, Any]:
@@ -355,30 +397,3 @@ def replay_tail(
         else:
             values[node] = node.target(*args, **kwargs)
     return values
-
-
-def _tensors_of(structure: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(item: torch.Tensor) -> torch.Tensor:
-        found.append(item)
-        return item
-
-    map_tensors(note, structure)
-    yield from {id(item): item for item in found}.values()
-
-
-def map_tensors(replace: Callable[[Any], Any], structure: Any, depth: int = MAX_DEPTH) -> Any:
-    """Apply to every tensor in tuples, dicts, dataclasses and whatever pytree knows, keeping classes."""
-    if isinstance(structure, torch.Tensor):
-        return replace(structure)
-    if depth == 0 or structure is None or isinstance(structure, str | bytes | int | float | bool):
-        return structure
-    if dataclasses.is_dataclass(structure) and not isinstance(structure, type) and not isinstance(structure, dict):
-        fields = {f.name: vars(structure)[f.name] for f in dataclasses.fields(structure)}
-        changed = {name: map_tensors(replace, value, depth - 1) for name, value in fields.items()}
-        return dataclasses.replace(structure, **changed)
-    children, spec = pytree.tree_flatten(structure, is_leaf=lambda x: x is not structure)
-    if len(children) == 1 and children[0] is structure:
-        return structure
-    return pytree.tree_unflatten([map_tensors(replace, child, depth - 1) for child in children], spec)

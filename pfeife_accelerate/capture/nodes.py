@@ -95,6 +95,19 @@ def autocast_step(node: fx.Node) -> int:
     return {AUTOCAST_ENTER: 1, AUTOCAST_EXIT: -1}.get(node.target, 0)  # type: ignore[call-overload, no-any-return]
 
 
+def transformed(graph: fx.Graph) -> frozenset[fx.Node]:
+    """What runs under `torch.vmap`, `torch.func.grad` or their kin, with the nodes that begin and end that."""
+    found: set[fx.Node] = set()
+    depth = 0
+    for node in graph.nodes:
+        name = target_name(node)
+        step = int(name.endswith("_increment_nesting")) - int(name.endswith("_decrement_nesting"))
+        if depth or step:
+            found.add(node)
+        depth += step
+    return frozenset(found)
+
+
 def is_noise(node: fx.Node) -> bool:
     """Bookkeeping calls without effect on values."""
     return node.target is LOG_API_USAGE

@@ -79,7 +79,9 @@ def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> S
 def _live(graph: CapturedGraph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
     """Operations that the wanted values need, and those that change something (running statistics)."""
     live: set[fx.Node] = set()
-    stack = [n for n in wanted if n in graph.position] + [n for n in graph.ops if _has_effect(n)]
+    stack = [n for n in wanted if n in graph.position] + [
+        n for n in graph.ops if n in graph.transformed or _has_effect(n)
+    ]
     while stack:
         node = stack.pop()
         if node not in live:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from pfeife_accelerate.capture.arguments import CallArguments
 from pfeife_accelerate.capture.backend import Piece
 from pfeife_accelerate.capture.eager_ops import EagerOp
 from pfeife_accelerate.capture.fakes import fake_twin
@@ -77,7 +78,7 @@ class StitchCache:
 
 
 def stitch(
-    timeline: Timeline, states: Mapping[str, torch.Tensor], batch_dims: Mapping[int, int], indivisible: str | None
+    timeline: Timeline, states: Mapping[str, torch.Tensor], given: CallArguments, indivisible: str | None
 ) -> Stitched:
     """Join the events of a call; `states` are the fake twins of parameters and buffers by name.
 
@@ -86,10 +87,10 @@ def stitch(
     joiner = _Joiner(timeline, states)
     gm = joiner.module()
     arguments = _arguments(joiner.slots, timeline, states)
-    joiner.propagate(gm, arguments, batch_dims)
+    joiner.propagate(gm, arguments, given)
     joiner.check(bind(zip(joiner.examples(), arguments, strict=True)))
     names = {id(states[slot.state]): slot.state for slot in joiner.slots if slot.state is not None}
-    graph = CapturedGraph.build(gm, arguments, names, batch_dims, indivisible or joiner.indivisible)
+    graph = CapturedGraph.build(gm, arguments, names, given.batch_dims, indivisible or joiner.indivisible)
     return Stitched(graph=graph, slots=tuple(joiner.slots), timeline=timeline)
 
 
@@ -202,15 +203,16 @@ class _Joiner:
         """Example values of the placeholders."""
         return [node.meta["example_value"] for node in self._graph.nodes if node.op == "placeholder"]
 
-    def propagate(self, gm: fx.GraphModule, arguments: tuple[Any, ...], batch_dims: Mapping[int, int]) -> None:
+    def propagate(self, gm: fx.GraphModule, arguments: tuple[Any, ...], given: CallArguments) -> None:
         """Give every node the value that it has for open sizes."""
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         for node, slot, argument in zip(placeholders, self.slots, arguments, strict=True):
             dims = set(self._open_dims.get(node, ()))
-            if id(argument) in batch_dims:
-                dims.add(batch_dims[id(argument)])
+            if id(argument) in given.batch_dims:
+                dims.add(given.batch_dims[id(argument)])
             node.meta["example_value"] = _fake_argument(mode, node.name, slot, argument, dims)
+        _tie(placeholders, arguments, given)
         grad = torch.is_grad_enabled()
         try:
             with mode:
@@ -247,6 +249,18 @@ def _fake_argument(mode: FakeTensorMode, name: str, slot: Argument, argument: An
     if slot.state is not None:
         return fake_twin(argument, mode, argument.device)
     return fake_input(mode, argument, open_dims, name)
+
+
+def _tie(placeholders: Sequence[fx.Node], arguments: tuple[Any, ...], given: CallArguments) -> None:
+    """Make one symbol of the numbers of rows that are known to be equal."""
+    dims = {id(tensor): dim for dim, tensors in enumerate(given.tied) for tensor in tensors}
+    sizes = [
+        node.meta["example_value"].shape[dims[id(argument)]]
+        for node, argument in zip(placeholders, arguments, strict=True)
+        if id(argument) in dims
+    ]
+    if not all(size == sizes[0] for size in sizes):  # asking is what makes them equal
+        raise NotStitched("arguments that carry the batch have different numbers of rows")
 
 
 def _facts(value: Any, bindings: Mapping[Any, int]) -> tuple[Any, ...]:

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pfeife_accelerate.capture.failure import CaptureFailure
 from pfeife_accelerate.capture.inputs import values
-from pfeife_accelerate.capture.model_capture import CapturedCall, map_tensors
+from pfeife_accelerate.capture.model_capture import CapturedCall
+from pfeife_accelerate.capture.structure import map_tensors
 from pfeife_accelerate.config import process_variable
 from pfeife_accelerate.cost.hardware import memory_bytes
 from pfeife_accelerate.errors import PfeifeError

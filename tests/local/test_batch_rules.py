@@ -154,7 +154,18 @@ class Mixing(nn.Module):
         lambda h: h.cumsum(0),
         lambda h: h.flip(0),
         lambda h: torch.softmax(h @ h.T, -1) @ h,
+        lambda h: h.flip(1, 0),
         lambda h: torch.roll(h, 1, 0),
+        lambda h: torch.roll(h, 1),
+        lambda h: torch.fft.fft(h, dim=0).real,
+        lambda h: torch.fft.fft2(h).real,
+        lambda h: torch.fft.fftn(h).real,
+        lambda h: torch.fft.fftshift(h),
+        lambda h: torch.msort(h),
+        lambda h: torch.flipud(h),
+        lambda h: torch.tril(h),
+        lambda h: F.softmin(h, 0),
+        lambda h: F.gumbel_softmax(h, 1.0, False, 1e-10, 0),
         lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
         lambda h: F.conv1d(h.T[None], torch.ones(8, 8, 1))[0].T,
     ],
@@ -168,6 +179,11 @@ def test_operations_that_mix_rows_and_keep_their_number_are_seen(mix):
     [
         lambda h: torch.softmax(h, -1),
         lambda h: h.cumsum(1).flip(-1),
+        lambda h: torch.fft.fft(torch.fft.fftshift(h, 1), dim=1).real,
+        lambda h: torch.fft.irfft(torch.fft.rfft(h)),
+        lambda h: torch.fft.fftn(torch.fft.fft2(h[:, :, None] * h[:, None]), dim=(1, 2)).real.sum(-1),
+        lambda h: torch.tril(h[:, None] * h[:, :, None]).sum(1),
+        lambda h: F.softmin(F.gumbel_softmax(h), -1),
         lambda h: torch.cat([h[:, 4:], h[:, :4]], dim=1),
         lambda h: F.layer_norm(h, (8,)),
     ],
@@ -192,3 +208,56 @@ def test_the_scripts_own_tensors_are_left_unmarked():
     x = torch.randn(6, 8)
     capture(Plain(), x)
     assert not any(name.startswith("_dynamo") for name in vars(x))
+
+
+class SizesOfOthers(nn.Module):
+    """Reshapes `ids` by the rows of `x`, as SDXL's network does, and counts its calls."""
+
+    def __init__(self, breaks=False):
+        super().__init__()
+        self.layer, self.breaks, self.calls = nn.Linear(8, 8), breaks, 0
+
+    def forward(self, x, ids, times=None, table=None, labels=None, weights=None):
+        self.calls += 1
+        y = self.layer(x)
+        z = self.layer(ids.flatten().reshape(x.shape[0], -1))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        y = y * z
+        if table is not None:
+            y = self.layer(y * table.mean(0))
+        out = y if labels is None else F.cross_entropy(y, labels, weight=weights)
+        return out if times is None else (out, times * 2)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_rows_of_one_argument_by_those_of_another_are_no_mixing(breaks):
+    model = SizesOfOthers(breaks)
+    captured = ModelCapture(model, CPU)
+    for number, rows in enumerate((6, 6, 5), 1):
+        call = captured.call((torch.randn(rows, 8),), {"ids": torch.randn(rows, 4, 2)}, None)
+        assert call.graph.refusal is None and call.doubts == ()
+        assert set(call.bindings.values()) == {rows}
+        assert batched(call) == {(rows, 8): 0, (rows, 4, 2): 0}
+        assert model.calls == number
+
+
+def test_a_model_is_asked_once_whether_equal_rows_help():
+    model = SizesOfOthers()
+    captured = ModelCapture(model, CPU)
+    x = torch.randn(8, 8)
+    for number in (1, 2):
+        call = captured.call((x,), {"ids": torch.randn(8, 8), "table": torch.randn(8, 8)}, None)
+        assert "mixes the rows" in call.graph.refusal
+        assert model.calls == number
+
+
+def test_what_is_in_doubt_stays_so_where_others_are_tied():
+    labels, weights, ids = torch.randint(0, 8, (8,)), torch.rand(8), torch.randn(8, 4, 2)
+    call = capture(SizesOfOthers(), torch.randn(8, 8), ids, labels=labels, weights=weights)
+    dims = [call.graph.batch_dim(p.example) for p in call.graph.placeholders if p.kind.value == "input"]
+    assert call.graph.refusal is None and sorted(dims, key=str) == [0, 0, 0, None]
+    call = capture(SizesOfOthers(), torch.randn(6, 8), torch.randn(6, 4, 2), times=torch.randn(6))
+    assert call.graph.refusal is None
+    (doubt,) = call.doubts
+    assert doubt.startswith("it is assumed that 'times' (shape (6,)) has a value for each row of the batch")

@@ -228,6 +228,37 @@ def custom_function_in_the_loss(run: Run) -> None:
         training.update(loss)
 
 
+class Transformed(nn.Module):
+    """Functions under transforms: mapped over weights, and a gradient of its own for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Encoder(depth=3), Encoder(depth=3)
+        self.heads = nn.Parameter(torch.randn(4, 16, 4) / 4)
+
+    def forward(self, x: torch.Tensor, gradient: bool = False) -> torch.Tensor:
+        """Hidden states."""
+        x = self.first(x)
+        heads = torch.vmap(lambda head, h: torch.sin(h @ head), in_dims=(0, None), out_dims=1)(self.heads, x)
+        x = x + heads.flatten(1)
+        if gradient:
+            x = torch.vmap(torch.func.grad(lambda h: torch.sin(h).square().sum()))(x)
+        return self.last(x)
+
+
+@case(loss="mse", ranks=(2, 3))
+def functions_under_transforms(run: Run) -> None:
+    """`torch.vmap` over weights, then `torch.func.grad` for each row inside the model, with a short last batch."""
+    torch.manual_seed(0)
+    training = run.module(Transformed())
+    for rows, gradient in ((8, False), (5, False), (8, True), (5, True)):
+        x, y = torch.randn(2, rows, 16, dtype=run.dtype)
+        loss = F.mse_loss(training.model(x, gradient), y)
+        training.backward(loss)
+        training.record_gradients()
+        training.update(loss)
+
+
 class Mixing(nn.Module):
     """Mixes the rows of the batch in the middle, by an operation that leaves their number as it is."""
 

@@ -198,3 +198,29 @@ def many_models_in_one_process(run: Run) -> None:
         training.update(loss)
         with torch.no_grad():
             run.record("evaluated", training.model(x).sum().item())
+
+
+class _Scaled(nn.Module):
+    def __init__(self, scale: float, eps: float) -> None:
+        super().__init__()
+        self.encoder, self.norm = Encoder(depth=4), nn.LayerNorm(16, eps=eps)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, gain: float = 1.0) -> torch.Tensor:
+        y = self.norm(self.encoder(x)) * self.scale
+        return torch.tanh(y * gain) if self.scale < 1 else y * gain
+
+
+@case(loss="mse to a teacher's output and to a target")
+def one_class_with_other_numbers(run: Run) -> None:
+    """Teacher and student of one class whose attributes are other floats, and a float argument that changes."""
+    torch.manual_seed(0)
+    student, teacher = run.module(_Scaled(0.5, 1e-5)), run.module(_Scaled(2.0, 1e-6))
+    for step in range(3):
+        x, y = (value[: 8 - step] for value in _data(run, 2))
+        made, wanted = student.model(x, gain=1 + step / 4), teacher.model(x)
+        loss = F.mse_loss(made, wanted.detach()) + F.mse_loss(wanted, y)
+        run.accelerator.backward(loss)
+        run.record_gradients(student.model, "of the student")
+        student.update(loss)
+        teacher.update(loss)

@@ -165,3 +165,19 @@ def noise_drawn_by_the_script(run: Run) -> None:
         training.update(loss)
         run.record("state", torch.get_rng_state())
     run.record("drawn", torch.rand(3))
+
+
+@case(model="unet", loss="mse to the noise", ranks=(2, 3))
+def rows_of_conditions_compared(run: Run) -> None:
+    """SDXL's conditions, one reshaped by the rows of another: steps, a short last batch, an evaluation."""
+    training = run.fresh("unet")
+    for rows in (8, 8, 5):
+        batch = training.batch(rows)
+        noise = batch.pop("target")
+        loss = F.mse_loss(training.model(**batch, return_dict=False)[0], noise)
+        training.backward(loss)
+        training.record_gradients()
+        training.update(loss)
+    training.model.eval()
+    with torch.no_grad():
+        run.record("evaluated", training.model(**batch).sample)

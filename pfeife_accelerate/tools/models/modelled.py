@@ -7,7 +7,6 @@ as Adam keeps them in mixed precision. Ignores: the loss, which mixes the rows a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -41,9 +40,7 @@ class ModelledModel:
 
     def __init__(self, case: ModelCase) -> None:
         self.name = case.name
-        torch.compiler.reset()  # what an earlier model left would make symbols of the numbers in which this one differs
         batch = dict(case.batch)
-        case.module.forward = _with_one_number_of_rows(case.module)
         capture = ModelCapture(case.module, _CPU)
         try:
             with torch.enable_grad(), warnings.catch_warnings():
@@ -87,29 +84,3 @@ class ModelledModel:
     def _bindings(self, rows: int) -> dict[Any, int]:
         batch_symbols = self._call.graph.batch_symbols
         return {symbol: rows if symbol in batch_symbols else value for symbol, value in self._call.bindings.items()}
-
-
-def _with_one_number_of_rows(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward after a look at its arguments, from which a capture learns that they have equally many rows.
-
-    Without it each argument's number of rows is a symbol of its own, and a reshape of one by the rows of another
-    (diffusers does so with `time_ids`) seems to mix the rows.
-    """
-    forward = module.forward
-
-    def same_rows(**batch: Any) -> Any:
-        rows = [tensor.shape[0] for tensor in _tensors(batch)]
-        for number in rows:
-            if number != rows[0]:
-                raise ValueError(f"arguments with {number} and {rows[0]} rows")
-        return forward(**batch)
-
-    return same_rows
-
-
-def _tensors(batch: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for value in batch.values():
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value)
