@@ -117,7 +117,8 @@ WANTED = {
 
 
 def _run(script: str, fault: str, timeout: float):
-    return run_ranks(script, num_processes=2, args=(fault,), env={"PFEIFE_ENABLED": "true"}, timeout=timeout)
+    env = {"PFEIFE_ENABLED": "true", "PFEIFE_SCHEDULE": "1f1b", "PFEIFE_SPLIT_POINTS": "layers.2"}
+    return run_ranks(script, num_processes=2, args=(fault,), env=env, timeout=timeout)
 
 
 def test_what_all_ranks_refuse_alike_can_be_caught():

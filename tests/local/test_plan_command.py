@@ -88,7 +88,7 @@ def test_a_graph_s_plan_is_printed(graph_file, capsys):
     assert lines[0] == "chain: 2 ranks of box, 2 micro-batches"
     for line in (
         "│     1 │    1 │        4-7 │    512 MiB │      40.00 │       80.00 │ 1.0 GiB │",
-        "│    0 │    512 MiB │              1.5 GiB │     2.0 GiB │       0 B │      0 B │ 4.0 GiB │ 16.0 GiB │",
+        "│    0 │    512 MiB │            1.5 GiB │     2.0 GiB │       0 B │      0 B │ 4.0 GiB │ 16.0 GiB │",
         "number of the micro-batch, then - forward, = backward, . idle",
         "order        1f1b, 2 micro-batches, 1 stage(s) a rank",
         "estimate     360.0 ms a step",

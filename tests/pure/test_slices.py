@@ -80,12 +80,13 @@ def assert_messages(slices, graph, bounds, placement, column):
         for stage in readers:
             inputs[stage] += value.num_bytes
         for rank in {placement[s] for s in readers}:
-            there, back, consumers = expected.get((producer, rank), (0, 0, set()))
-            consumers = consumers | {s for s in readers if placement[s] == rank}
-            expected[producer, rank] = (there + value.num_bytes, back + value.gradient_bytes, consumers)
+            on_rank = {s for s in readers if placement[s] == rank}
+            there, back, consumers = expected.get((producer, min(on_rank)), (0, 0, set()))
+            sizes = there + value.num_bytes, back + value.gradient_bytes
+            expected[producer, min(on_rank)] = (*sizes, consumers | on_rank)
     there, back = slices.message_bytes
     for index, message in enumerate(slices.messages):
-        found = expected.pop((message.producer_stage, message.consumer_rank), (0, 0, set()))
+        found = expected.pop((message.producer_stage, message.reader), (0, 0, set()))
         assert (there[index, column], back[index, column]) == found[:2]
         assert found[2] <= set(message.consumer_stages)
         assert message.has_grad or not found[1]
@@ -103,12 +104,12 @@ def test_a_skip_goes_directly_and_once_to_each_rank():
     graph = CostGraph(name="skip", nodes=(node(),) * 5, values=values)
     slices = Slices(problem_of(graph), np.asarray([[2, 3, 4]]), (0, 1, 0, 1))
     assert slices.messages == (
-        Message(producer_stage=0, consumer_rank=0, consumer_stages=(2,), has_grad=False),
         Message(producer_stage=0, consumer_rank=1, consumer_stages=(1, 3), has_grad=True),
+        Message(producer_stage=0, consumer_rank=0, consumer_stages=(2,), has_grad=False),
         Message(producer_stage=1, consumer_rank=0, consumer_stages=(2,), has_grad=True),
         Message(producer_stage=2, consumer_rank=1, consumer_stages=(3,), has_grad=True),
     )
-    assert [sizes[:, 0].tolist() for sizes in slices.message_bytes] == [[8, 12, 4, 4], [0, 4, 4, 4]]
+    assert [sizes[:, 0].tolist() for sizes in slices.message_bytes] == [[12, 8, 4, 4], [4, 0, 4, 4]]
 
 
 def test_a_value_that_is_read_before_it_is_made_is_refused():
