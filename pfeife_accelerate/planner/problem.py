@@ -23,7 +23,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 #: Positions that the search looks at; of more, only the cheapest to cut in each stretch of the graph stay.
-MAX_POSITIONS = 1600
+MAX_POSITIONS = 640
 _ALL_POSITIONS = 64  # a graph of so few operations is looked at whole
 
 
@@ -156,10 +156,21 @@ class Problem:
 
     @cached_property
     def reads(self) -> tuple[Ints, Ints, Ints]:
-        """(value, producing operation, reading operation) of every read, as three arrays."""
+        """(value, producing block, reading block) of every read from another block, as three arrays.
+
+        A block is what lies between two neighbouring positions: no cut that is looked at divides it.
+        """
         pairs = [(i, value.producer, reader) for i, value in enumerate(self.graph.values) for reader in value.readers]
         table = np.asarray(pairs, dtype=np.int64).reshape(-1, 3)
+        table[:, 1:] = np.searchsorted(self.block_starts, table[:, 1:], side="right")
+        table = np.unique(table[table[:, 1] != table[:, 2]], axis=0)
         return table[:, 0], table[:, 1], table[:, 2]
+
+    @cached_property
+    def block_starts(self) -> Ints:
+        """The first operation of every block but the first: all positions, and the cuts that the user gives."""
+        given = self.options.cuts or ()
+        return np.union1d(self.positions, np.asarray(given, dtype=np.int64))
 
     @cached_property
     def value_bytes(self) -> tuple[Floats, Floats]:

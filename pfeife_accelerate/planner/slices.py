@@ -189,8 +189,9 @@ class Slices:
     def _crossings(self) -> tuple[Ints, Ints, Ints, Ints]:
         """(slicing, value, its stage, a stage that reads it) of every read that crosses a cut."""
         value, producer, reader = self.problem.reads
-        starts = np.zeros((len(self), len(self.problem.graph.nodes)), dtype=np.int16)  # small: these arrays are large
-        np.put_along_axis(starts, self.cuts, 1, axis=1)
+        # Small numbers: these arrays are large.
+        starts = np.zeros((len(self), len(self.problem.block_starts) + 1), dtype=np.int16)
+        np.put_along_axis(starts, np.searchsorted(self.problem.block_starts, self.cuts) + 1, 1, axis=1)
         stage = np.cumsum(starts, axis=1, dtype=np.int16)
         made, read = stage[:, producer], stage[:, reader]
         column, which = np.nonzero(made != read)

@@ -122,7 +122,7 @@ class Valuation:
         self.effort.spend(
             1e-3
             + 5e-6 * graph.num_levels
-            + len(slices) * (7e-9 * graph.num_nodes + 5.5e-8 * len(self.problem.graph.nodes))
+            + len(slices) * (8e-9 * graph.num_nodes + 3e-8 * len(self.problem.block_starts))
         )
         holds = slices.holds(graph.messages, graph.conditions) if self.is_thorough else None
         seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s, holds) + self.beyond_s(

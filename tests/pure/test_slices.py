@@ -37,10 +37,10 @@ def problem_of(graph, ranks=2, microbatches=4, **options):
 def test_stages_and_messages_are_those_counted_one_by_one(seed):
     rng = random.Random(seed)
     graph = random_cost_graph(seed)
-    stages = rng.randint(1, min(6, len(graph.nodes)))
+    stages = rng.randint(1, min(6, len(graph.legal_cuts) + 1))
     ranks = rng.randint(1, stages)
     placement = random_placement(ranks, stages, seed)
-    cuts = [sorted(rng.sample(range(1, len(graph.nodes)), stages - 1)) for _ in range(4)]
+    cuts = [sorted(rng.sample(graph.legal_cuts, stages - 1)) for _ in range(4)]
     slices = Slices(problem_of(graph, ranks), np.asarray(cuts, dtype=np.int64).reshape(4, stages - 1), placement)
     for column, row in enumerate(cuts):
         bounds = list(pairwise((0, *row, len(graph.nodes))))
