@@ -117,7 +117,7 @@ def parse_family(text: str) -> ScheduleFamily:
         id="PF212",
         what=f"unknown schedule {text!r}",
         why=f"the schedules are {', '.join(names)}",
-        hints=(f"did you mean {near!r}?",) if near else (),
+        hints=(f"did you mean {near!r}?" if near else "auto, which tries them all",),
     )
 
 

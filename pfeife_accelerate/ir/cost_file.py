@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.cost_graph import CostGraph, CostNode, CostValue, ParamUse
+from pfeife_accelerate.ir.cost_row import MOST_BYTES, CostRow, WrongRow
 from pfeife_accelerate.ir.machine import DeviceSpec, LinkSpec, Machine
 
 __all__ = ["read_cost_file", "write_cost_file"]
 
 _STATE_BYTES, _PARAM_BYTES = 16, 2  # mixed precision training with Adam
 _MS, _GB = 1e-3, 1e9
+_GZIP = b"\x1f\x8b"  # what a packed file begins with, whatever its name
+_MOST_MS = 1e9  # longer than any operation, and sums of it stay exact enough
+_LEAST_RATE = 1e-9
 
 
 def read_cost_file(path: Path) -> tuple[CostGraph, Machine]:
@@ -33,49 +39,68 @@ def read_cost_file(path: Path) -> tuple[CostGraph, Machine]:
     """
     try:
         packed = path.read_bytes()
-        data = json.loads(gzip.decompress(packed) if path.suffix == ".gz" else packed)
-        return _graph(data, path.name.split(".")[0]), _machine(data)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError) as error:
-        raise PfeifeError(
-            id="PF166",
-            what=f"{path} is not a cost graph",
-            why=f"{type(error).__name__}: {error}",
-            hints=("the format is described in docs/planner.md",),
-        ) from error
+        data = json.loads(gzip.decompress(packed) if packed[:2] == _GZIP else packed)
+        row = CostRow(data, "")
+        return _graph(row, path.name.split(".")[0]), _machine(row)
+    except WrongRow as error:
+        why = str(error)
+    except PfeifeError as error:
+        why = error.what
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise PfeifeError(
+        id="PF166", what=f"{path} is not a cost graph", why=why, hints=("the format is described in docs/planner.md",)
+    )
 
 
-def _graph(data: dict[str, Any], name: str) -> CostGraph:
-    ratio = data.get("state_bytes_per_param", _STATE_BYTES) / data.get("bytes_per_param", _PARAM_BYTES)
+def _graph(data: CostRow, name: str) -> CostGraph:
+    ratio = data.number("state_bytes_per_param", _STATE_BYTES) / data.number(
+        "bytes_per_param", _PARAM_BYTES, least=_LEAST_RATE
+    )
     nodes: list[CostNode] = []
-    for index, row in enumerate(data["nodes"]):
-        owner = row.get("tied_to")
+    owners: list[int] = []
+    for index, row in enumerate(data.rows("nodes")):
+        # An operation that shares with one that shares reads the parameters of the first.
+        tied_to = row.index("tied_to", index + 1, index)
+        owners.append(index if tied_to == index else owners[tied_to])
+        num_bytes = row.bytes("param_bytes")
         use = ParamUse(
-            owner=index if owner is None else owner,
-            num_bytes=row["param_bytes"],
-            state_bytes=row.get("state_bytes", round(row["param_bytes"] * ratio)),
-            optimizer_s=row.get("optim_ms", 0.0) * _MS,
+            owner=owners[index],
+            num_bytes=num_bytes,
+            state_bytes=row.bytes("state_bytes", math.ceil(row.number("param_bytes") * ratio)),
+            optimizer_s=row.number("optim_ms", 0.0, most=_MOST_MS) * _MS,
         )
         input_s, weight_s = _backward(row)
         nodes.append(
             CostNode(
-                op=str(row.get("op", "?")),
-                forward_s=row["fwd_ms"] * _MS,
+                op=row.text("op", "?"),
+                forward_s=row.number("fwd_ms", most=_MOST_MS) * _MS,
                 backward_input_s=input_s,
                 backward_weight_s=weight_s,
-                saved_bytes=row["act_bytes"],
-                workspace_bytes=row.get("temp_bytes", 0),
+                saved_bytes=row.bytes("act_bytes"),
+                workspace_bytes=row.bytes("temp_bytes", 0),
                 params=(use,) if use.num_bytes or use.optimizer_s else (),
-                cut_allowed=row.get("cut_allowed", True),
+                cut_allowed=bool(row.number("cut_allowed", True)),
             )
         )
-    readers: dict[tuple[int, int], set[int]] = {}
-    sizes: dict[tuple[int, int], tuple[int, bool]] = {}
-    for row in data["edges"]:
-        key = (row["src"], row.get("t", 0))
-        readers.setdefault(key, set()).add(row["dst"])
+    if not nodes:
+        raise WrongRow("nodes is empty")
+    return CostGraph(name=data.text("name", name), nodes=tuple(nodes), values=_values(data, len(nodes)))
+
+
+def _values(data: CostRow, num_nodes: int) -> tuple[CostValue, ...]:
+    readers: dict[tuple[int, bool, Any], set[int]] = {}
+    sizes: dict[tuple[int, bool, Any], tuple[int, bool]] = {}
+    for row in data.rows("edges"):
+        tensor = row.label("t", 0)
+        key = (row.index("src", num_nodes), isinstance(tensor, str), tensor)
+        reader = row.index("dst", num_nodes)
+        if reader <= key[0]:
+            raise WrongRow(f"{row.where} goes from node {key[0]} to node {reader}, which is not a later one")
+        readers.setdefault(key, set()).add(reader)
         _, grad = sizes.get(key, (0, False))
-        sizes[key] = (row["bytes"], grad or bool(row.get("grad", 1)))
-    values = tuple(
+        sizes[key] = (row.bytes("bytes"), grad or bool(row.number("grad", 1)))
+    return tuple(
         CostValue(
             producer=key[0],
             readers=tuple(sorted(reads)),
@@ -84,38 +109,41 @@ def _graph(data: dict[str, Any], name: str) -> CostGraph:
         )
         for key, reads in sorted(readers.items())
     )
-    return CostGraph(name=data.get("name", name), nodes=tuple(nodes), values=values)
 
 
-def _backward(row: dict[str, Any]) -> tuple[float, float]:
-    if "bwd_input_ms" in row:
-        return row["bwd_input_ms"] * _MS, row["bwd_weight_ms"] * _MS
+def _backward(row: CostRow) -> tuple[float, float]:
+    if row.has("bwd_input_ms"):
+        return (
+            row.number("bwd_input_ms", most=_MOST_MS) * _MS,
+            row.number("bwd_weight_ms", most=_MOST_MS) * _MS,
+        )
     # A file that does not tell: the two gradients of a product are products of the same size.
-    halves = 2 if row["param_bytes"] else 1
-    return row["bwd_ms"] * _MS / halves, row["bwd_ms"] * _MS * (1 - 1 / halves)
+    halves = 2 if row.bytes("param_bytes") else 1
+    both_s = row.number("bwd_ms", most=_MOST_MS) * _MS
+    return both_s / halves, both_s * (1 - 1 / halves)
 
 
-def _machine(data: dict[str, Any]) -> Machine:
-    between = data.get("link_between_hosts")
+def _machine(data: CostRow) -> Machine:
     device = DeviceSpec(
-        name=data.get("device", "device"),
-        memory_bytes=int(data["device_memory_bytes"]),
+        name=data.text("device", "device"),
+        memory_bytes=int(min(data.number("device_memory_bytes", most=math.inf), MOST_BYTES)),
         flops_per_s=(),
         bytes_per_s=0.0,
         launch_s=0.0,
-        action_s=data.get("action_ms", 0.0) * _MS,
-        runs_ahead=data.get("runs_ahead", True),
+        action_s=data.number("action_ms", 0.0, most=_MOST_MS) * _MS,
+        runs_ahead=bool(data.number("runs_ahead", True)),
     )
     return Machine(
         devices=(device,),
-        link=_link(data["link"]),
-        ranks_per_host=data.get("ranks_per_host"),
-        link_between_hosts=None if between is None else _link(between),
+        link=_link(data.row("link")),
+        ranks_per_host=data.index("ranks_per_host", MOST_BYTES, least=1) if data.has("ranks_per_host") else None,
+        link_between_hosts=_link(data.row("link_between_hosts")) if data.has("link_between_hosts") else None,
     )
 
 
-def _link(data: dict[str, Any]) -> LinkSpec:
-    return LinkSpec(latency_s=data["latency_ms"] * _MS, bytes_per_s=data["gb_per_s"] * _GB)
+def _link(data: CostRow) -> LinkSpec:
+    rate = data.number("gb_per_s", least=_LEAST_RATE, most=math.inf)  # inf: a transfer takes the latency alone
+    return LinkSpec(latency_s=data.number("latency_ms", most=_MOST_MS) * _MS, bytes_per_s=rate * _GB)
 
 
 def _link_row(link: LinkSpec) -> dict[str, float]:

@@ -24,7 +24,7 @@ __all__ = ["MISFIT_S", "Effort", "Valuation"]
 
 #: What does not fit is worth this many seconds, and one more for each byte too many; those of the worst rank count
 #: twice, so that of two slicings that lack as much the more even one is nearer.
-MISFIT_S = 1e9
+MISFIT_S = 1e15
 _MOST_SPARE = 2.0  # messages of an event graph for each that a slicing has; beyond it is made anew
 _ROOMY = 0.8  # of what a rank may use
 _BATCH_CELLS = 4_000_000  # nodes times slicings in one pass: more would leave the caches without being faster

@@ -18,7 +18,7 @@ from pfeife_accelerate.ir import CostGraph, Machine, OpGraph, read_cost_file
 from pfeife_accelerate.planner.pipeline_plan import pipeline_plan
 from pfeife_accelerate.planner.planned import Planned
 from pfeife_accelerate.tools.plan_choice import Choice, Search, Shape, choose, shapes
-from pfeife_accelerate.tools.plan_file import write_plan
+from pfeife_accelerate.tools.plan_file import check_folder, write_plan
 from pfeife_accelerate.tools.plan_report import print_attempts, print_plan
 from pfeife_accelerate.tools.plan_request import DTYPES, PlanRequest
 
@@ -42,6 +42,8 @@ class _Subject:
 def plan(options: argparse.Namespace, *, searcher: Searcher | None = None) -> int:
     """Plan, print, write; gives the exit code. `searcher` stands in for the planner."""
     request = PlanRequest.of(options)
+    if request.out is not None:
+        check_folder(request.out)
     console = Console()
     with console.status("reading the model" if request.model else "reading the graph") as status:
         subject = _of_file(request) if request.graph else _of_model(request)

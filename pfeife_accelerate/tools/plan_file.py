@@ -7,7 +7,28 @@ from pathlib import Path
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import PipelinePlan, to_json
 
-__all__ = ["write_plan"]
+__all__ = ["check_folder", "write_plan"]
+
+
+def check_folder(path: Path) -> None:
+    """Whether a plan can be written there, asked before it is sought.
+
+    Raises: PfeifeError PF143 where there is no such folder, or a folder of that name.
+    """
+    if path.is_dir():
+        raise PfeifeError(
+            id="PF143",
+            what=f"the plan cannot be written to {path}",
+            why="it is a folder",
+            hints=(f"--out {path / 'plan.json'}",),
+        )
+    if not path.parent.is_dir():
+        raise PfeifeError(
+            id="PF143",
+            what=f"the plan cannot be written to {path}",
+            why=f"there is no folder {path.parent}",
+            hints=(f"mkdir -p {path.parent}",),
+        )
 
 
 def write_plan(path: Path, plan: PipelinePlan) -> None:
@@ -18,4 +39,6 @@ def write_plan(path: Path, plan: PipelinePlan) -> None:
     try:
         path.write_text(to_json(plan), encoding="utf-8")
     except OSError as error:
-        raise PfeifeError(id="PF143", what=f"the plan cannot be written to {path}", why=str(error)) from error
+        raise PfeifeError(
+            id="PF143", what=f"the plan cannot be written to {path}", why=str(error), hints=("another --out",)
+        ) from error

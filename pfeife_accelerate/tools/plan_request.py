@@ -106,7 +106,7 @@ class PlanRequest:
             raise _bad(f"--microbatches {options.microbatches} of {share} rows", "a micro-batch has at least one row")
         return cls(
             model=options.model,
-            graph=Path(options.graph) if options.graph else None,
+            graph=Path(options.graph) if options.graph is not None else None,
             machine=options.machine,
             num_ranks=options.ranks,
             ranks_per_host=options.ranks_per_host or 8,
@@ -117,13 +117,13 @@ class PlanRequest:
             resolution=options.resolution,
             overrides=tuple(_override(text) for text in options.overrides or ()),
             num_replicas=replicas,
-            memory_bytes=parse_bytes(options.memory) if options.memory else None,
+            memory_bytes=parse_bytes(options.memory) if options.memory is not None else None,
             memory_fraction=fraction,
             schedule=options.schedule,
             backward=options.backward,
             recompute=options.recompute,
             effort=options.effort,
-            out=Path(options.out) if options.out else None,
+            out=Path(options.out) if options.out is not None else None,
         )
 
 
@@ -132,7 +132,7 @@ def _check_together(options: argparse.Namespace) -> None:
         raise PfeifeError(
             id="PF140",
             what="pfeife plan takes either MODEL or --graph FILE",
-            why="both were given" if options.model else "neither was given",
+            why="both were given" if options.model is not None else "neither was given",
             hints=(
                 "pfeife plan vit-g14 --machine a100-40gb --ranks 8 --batch 96",
                 "pfeife plan --graph costs.json.gz --ranks 8 --microbatches 16",
@@ -174,5 +174,5 @@ def _override(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _bad(what: str, why: str, hints: Sequence[str] = ()) -> PfeifeError:
+def _bad(what: str, why: str, hints: Sequence[str] = ("pfeife plan --help",)) -> PfeifeError:
     return PfeifeError(id="PF141", what=what, why=why, hints=hints)

@@ -13,7 +13,8 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
-_TEXT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_MOST = 10**18
+_TEXT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
@@ -22,14 +23,15 @@ def parse_bytes(text: str) -> int:
     Raises: PfeifeError PF138 for anything else, and for no bytes at all.
     """
     found = _TEXT.fullmatch(text)
-    unit = found.group(2).lower() if found else ""
-    if found is None or unit not in _UNITS or float(found.group(1).replace("_", "")) <= 0:
+    unit = _UNITS.get(found.group(2).lower()) if found else None
+    num_bytes = int(float(found.group(1).replace("_", "")) * unit) if found and unit else 0
+    if not 0 < num_bytes <= _MOST:
         raise PfeifeError(
             id="PF138",
             what=f"{text!r} is not a number of bytes",
             hints=("40GB (powers of 1000), 38GiB (powers of 1024), or plain bytes: 42949672960",),
         )
-    return int(float(found.group(1).replace("_", "")) * _UNITS[unit])
+    return num_bytes
 
 
 def format_bytes(num_bytes: float) -> str:

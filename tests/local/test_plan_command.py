@@ -217,6 +217,22 @@ def test_a_plan_that_cannot_be_written(tmp_path):
         write_plan(tmp_path / "no" / "plan.json", found)
 
 
+@pytest.mark.parametrize(("name", "why"), [("no/plan.json", "there is no folder"), (".", "it is a folder")])
+def test_where_a_plan_cannot_be_written_it_is_not_sought(graph_file, tmp_path, name, why, capsys):
+    words = ["--graph", str(graph_file), "--ranks", "2", "--microbatches", "4", "--out", str(tmp_path / name)]
+    assert main(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("PF143") and why in captured.err and "try" in captured.err
+    assert "Stages" not in captured.out
+
+
+@pytest.mark.parametrize("option", ["--memory", "--out", "--graph"])
+def test_an_empty_word_is_refused(graph_file, option, capsys):
+    words = {"--graph": str(graph_file), "--ranks": "2", "--microbatches": "4"} | {option: ""}
+    assert main(["plan", *(word for pair in words.items() for word in pair)]) == 2
+    assert "try" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

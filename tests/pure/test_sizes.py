@@ -13,13 +13,16 @@ from pfeife_accelerate.tools.sizes import format_bytes, parse_bytes
     [
         ("42949672960", 42949672960), ("40GB", 40 * 10**9), ("38GiB", 38 * 2**30), ("38gib", 38 * 2**30),
         ("1.5 kB", 1500), ("1_000b", 1000), ("2T", 2 * 10**12), (" 3 MiB ", 3 * 2**20),
+        ("8e10", 8 * 10**10), ("1.5e+1GB", 15 * 10**9),
     ],
 )  # fmt: skip
 def test_sizes_are_read(text, num_bytes):
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "40 gigs", "-3GB", "0", "1,5GB", "4GBit", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "40 gigs", "-3GB", "0", "1,5GB", "4GBit", "inf", "0.1", "1e-3", "1e99GB", "0.0GB"]
+)
 def test_other_texts_are_refused(text):
     with pytest.raises(PfeifeError, match=r"PF138 .* is not a number of bytes") as failure:
         parse_bytes(text)
