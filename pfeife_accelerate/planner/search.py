@@ -28,6 +28,7 @@ from pfeife_accelerate.planner.recompute import with_recomputation
 from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
 from pfeife_accelerate.planner.starts import Start, by_value, even_starts, starts
+from pfeife_accelerate.planner.thrifty import thrifty_starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, lower
 from pfeife_accelerate.schedule.order import order_of, schedule_of
@@ -63,7 +64,10 @@ def make_plan(
     best, begun = _searched(problem, effort)
     best = replace(best, value=Valuation(problem, best.order, effort).exact(best.cuts))
     recompute: tuple[int, ...] = ()
-    if best.value >= MISFIT_S and problem.options.recompute == "auto":
+    thrifty = thrifty_starts(problem) if best.value >= MISFIT_S else []
+    best = min((best, *thrifty), key=by_value)
+    if problem.options.recompute == "auto" and any(start.value >= MISFIT_S for start in (best, *begun)):
+        # What fits as it is may be slower than what fits only where some stages recompute.
         best, recompute = with_recomputation(problem, [best, *begun])
     if best.value >= MISFIT_S:
         raise does_not_fit(problem, best)
