@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from pfeife_accelerate.errors import InternalError
-from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, StageCost
+from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, ScheduleSpec, StageCost
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.bound import lower_bound
 from pfeife_accelerate.planner.explain import does_not_fit, nothing_runs, runners_up
@@ -51,8 +51,10 @@ def make_plan(
     """The fastest plan found that runs and fits; `graph` has the costs of one of the `num_microbatches`.
 
     Raises: PfeifeError PF301 where the model has too few cuts, PF302 where nothing fits into memory, PF204 where no
-    order that the user allows can run.
+    order that the user allows can run, PF210 where there is no rank or no micro-batch.
     """
+    # Any schedule refuses numbers below one, before there are arrays of such sizes.
+    ScheduleSpec(family=ScheduleFamily.GPIPE, num_ranks=num_ranks, num_microbatches=num_microbatches)
     problem = Problem(
         graph=graph,
         machine=machine,
