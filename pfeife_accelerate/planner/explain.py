@@ -17,6 +17,7 @@ from pfeife_accelerate.planner.memory import MemoryProfile, RankMemory
 from pfeife_accelerate.planner.planned import RunnerUp
 from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.starts import Start, loops, specs, starts
+from pfeife_accelerate.planner.thrifty import thrifty_starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, validate
 
@@ -172,7 +173,12 @@ def _fits(problem: Problem, *, recompute: bool = False) -> bool:
     wishes = (
         options.family, options.num_loops, options.microbatches_per_loop, options.prefetch_forwards, options.cuts,
     )  # fmt: skip
-    if not recompute and all(wish is None for wish in wishes):
+    is_free = all(wish is None for wish in wishes)
+    if not recompute and is_free and options.recompute == "none":
+        thrifty = thrifty_starts(replace(problem, options=replace(options, effort="quick")))
+        if any(start.value < MISFIT_S for start in thrifty):
+            return True
+    if not recompute and is_free:
         # Of all that the search would try this needs about the least memory.
         options = replace(options, schedule="1f1b", prefetch_forwards=0)
     quick = replace(problem, options=replace(options, effort="quick"))

@@ -24,7 +24,7 @@ from pfeife_accelerate.planner.valuation import Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
-__all__ = ["improved", "is_small", "lifted", "selected", "shaken", "tried_out"]
+__all__ = ["improved", "is_small", "lifted", "reordered", "selected", "shaken", "tried_out"]
 
 _BEAM = 5  # starts that are improved where the cuts are given
 _FINE = 10  # starts that see all profiles, and are improved
@@ -43,7 +43,7 @@ _LOOKED_AT_ALONE = 4  # of those, for each order: see `Valuation.value`
 def improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     """The best that can be made of the starts."""
     if problem.options.cuts is not None:
-        finished = [_reordered(problem, start, effort) for start in begun[:_BEAM]]
+        finished = [reordered(problem, start, effort) for start in begun[:_BEAM]]
         return min(finished, key=by_value)
     return shaken(problem, selected(problem, begun, effort), effort)
 
@@ -52,7 +52,7 @@ def tried_out(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     """The best of all slicings there are, for each order there is."""
     free = problem.options.family is None
     everything = begun + [start for start in all_orders(problem) if free]
-    return _reordered(problem, min(_all_slicings(problem, everything), key=by_value), effort)
+    return reordered(problem, min(_all_slicings(problem, everything), key=by_value), effort)
 
 
 def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start]:
@@ -92,7 +92,7 @@ def lifted(problem: Problem, start: Start, effort: Effort) -> Start | None:
         order = looped_order(start.order.stage_ranks, number, block=block, prefetch=ranks - 1)
         one = _valued(problem, spec, split_backwards(order) if problem.is_split else order, start, effort)
         if one is not None:
-            found.append(_reordered(problem, one, effort))
+            found.append(reordered(problem, one, effort))
     return min(found, key=by_value, default=None)
 
 
@@ -130,13 +130,13 @@ def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> St
         found = refine(Valuation(problem, current.order, effort), current.cuts, rounds=rounds)
         if found.value <= current.value:
             current = replace(current, cuts=found.cuts, value=found.value)
-        current = _reordered(problem, current, effort)
+        current = reordered(problem, current, effort)
         if current.value >= before * (1 - 1e-6) or effort.is_spent or rounds < 16:
             break
     return current
 
 
-def _reordered(problem: Problem, start: Start, effort: Effort) -> Start:
+def reordered(problem: Problem, start: Start, effort: Effort) -> Start:
     """The start with a better order, where the user leaves the order to us."""
     if problem.options.family not in (None, ScheduleFamily.LIST) or _fixes_order(problem.options):
         return start
@@ -175,7 +175,7 @@ def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
                 break
             best = shake(valuation, best, generator)
         shaken = replace(start, cuts=best.cuts, value=best.value)
-        current[which] = _reordered(problem, shaken, effort)
+        current[which] = reordered(problem, shaken, effort)
     return min(current, key=by_value)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from pfeife_accelerate.errors import InternalError
-from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, StageCost
+from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, ScheduleSpec, StageCost
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.bound import lower_bound
 from pfeife_accelerate.planner.explain import does_not_fit, nothing_runs, runners_up
@@ -28,6 +28,7 @@ from pfeife_accelerate.planner.recompute import with_recomputation
 from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
 from pfeife_accelerate.planner.starts import Start, by_value, even_starts, starts
+from pfeife_accelerate.planner.thrifty import thrifty_starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, lower
 from pfeife_accelerate.schedule.order import order_of, schedule_of
@@ -50,8 +51,10 @@ def make_plan(
     """The fastest plan found that runs and fits; `graph` has the costs of one of the `num_microbatches`.
 
     Raises: PfeifeError PF301 where the model has too few cuts, PF302 where nothing fits into memory, PF204 where no
-    order that the user allows can run.
+    order that the user allows can run, PF210 where there is no rank or no micro-batch.
     """
+    # Any schedule refuses numbers below one, before there are arrays of such sizes.
+    ScheduleSpec(family=ScheduleFamily.GPIPE, num_ranks=num_ranks, num_microbatches=num_microbatches)
     problem = Problem(
         graph=graph,
         machine=machine,
@@ -63,7 +66,10 @@ def make_plan(
     best, begun = _searched(problem, effort)
     best = replace(best, value=Valuation(problem, best.order, effort).exact(best.cuts))
     recompute: tuple[int, ...] = ()
-    if best.value >= MISFIT_S and problem.options.recompute == "auto":
+    thrifty = thrifty_starts(problem) if best.value >= MISFIT_S else []
+    best = min((best, *thrifty), key=by_value)
+    if problem.options.recompute == "auto" and any(start.value >= MISFIT_S for start in (best, *begun)):
+        # What fits as it is may be slower than what fits only where some stages recompute.
         best, recompute = with_recomputation(problem, [best, *begun])
     if best.value >= MISFIT_S:
         raise does_not_fit(problem, best)

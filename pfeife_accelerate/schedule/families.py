@@ -53,13 +53,19 @@ def numbered(spec: ScheduleSpec) -> Order:
 
 
 def looped_order(
-    stage_ranks: Sequence[int], num_microbatches: int, *, block: int, prefetch: int = 0, warm_up: int | None = None
+    stage_ranks: Sequence[int],
+    num_microbatches: int,
+    *,
+    block: int,
+    prefetch: int = 0,
+    warm_up: int | None = None,
+    most_alive: int | None = None,
 ) -> Order:
     """W_r - 1 forwards, then (forward, backward) while forwards last, then backwards; stages go round the ranks.
 
     W_r = (n-1)·L + k + min(k-1, P), where rank r owns n stages and the last of them is the k-th from the end; where the
     stages are v rounds of D ranks, n = v and k = D-r. With one stage a rank L does not matter. `warm_up` gives W_r - 1
-    instead. D=2 M=4 v=1 P=0, where W = 2, 1:
+    instead; `most_alive` is the most that W_r may be, for one stage a rank. D=2 M=4 v=1 P=0, where W = 2, 1:
 
         rank 0  0F0 | 0F1 0B0  0F2 0B1  0F3 0B2 | 0B3
         rank 1      | 1F0 1B0  1F1 1B1  1F2 1B2  1F3 1B3 |
@@ -71,7 +77,7 @@ def looped_order(
         forwards = _in_blocks(owned, num_microbatches, block)
         backwards = _in_blocks(owned[::-1], num_microbatches, block) + len(stage_ranks) * num_microbatches
         first = (len(owned) - 1) * block + from_end - 1 + min(from_end - 1, prefetch) if warm_up is None else warm_up
-        first = min(first, len(forwards))
+        first = min(first, len(forwards), len(forwards) if most_alive is None else most_alive - 1)
         pairs = np.stack((forwards[first:], backwards[: len(forwards) - first]), axis=1)
         jobs.append(np.concatenate((forwards[:first], pairs.ravel(), backwards[len(forwards) - first :])))
     return Order(jobs=tuple(jobs), stage_ranks=tuple(stage_ranks), num_microbatches=num_microbatches)

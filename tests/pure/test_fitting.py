@@ -52,6 +52,26 @@ def test_devices_of_different_memory_are_each_kept_within_theirs(memory):
     assert with_least.estimate_s <= planned.estimate_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("backward", ["whole", "split"])
+@pytest.mark.parametrize("effort", ["full", "quick"])
+def test_fewer_micro_batches_alive_than_in_any_family_are_the_way_out(backward, effort):
+    """1F1B keeps four micro-batches on rank 0; here each rank has room for one and its two operations."""
+    graph = chain([node(saved=100, params=(use(i, 10),)) for i in range(8)])
+    options = {"memory_fraction": 1.0, "backward": backward, "effort": effort}
+    planned = sound_plan(graph, machine(memory_bytes=2 * (100 + 40)), ranks=4, microbatches=6, **options)
+    assert planned.cuts == (2, 4, 6) and set(planned.peak_bytes) == {280}
+    roomier = sound_plan(graph, machine(memory_bytes=4 * 140), ranks=4, microbatches=6, **options)
+    assert roomier.estimate_s < planned.estimate_s
+    assert refused(graph, machine(memory_bytes=279), 4, 6, memory_fraction=1.0).hints[-1] == "8 processes"
+
+
+def test_unequal_operations_are_cut_by_the_memory_that_few_micro_batches_need():
+    sizes = (300, 10, 10, 10, 100, 100, 100, 290)
+    graph = chain([node(10.0 if size == 10 else 1.0, saved=size) for size in sizes])
+    planned = sound_plan(graph, machine(memory_bytes=330), ranks=4, microbatches=6, memory_fraction=1.0)
+    assert max(planned.peak_bytes) <= 330
+
+
 # -- recomputation -----------------------------------------------------------------------------------------------------
 
 
@@ -77,6 +97,14 @@ def test_recomputation_makes_a_small_memory_do(options, limit_bytes):
     for stage in planned.recompute:
         assert planned.stages[stage].backward_s > 2 * planned.stages[stage].forward_s
         assert planned.stages[stage].saved_bytes <= 1
+
+
+def test_recomputation_is_chosen_where_less_memory_alive_would_be_slower():
+    graph = chain([node(saved=100, params=(use(i, 1),)) for i in range(16)])
+    where = machine(memory_bytes=860)
+    fits = sound_plan(graph, where, ranks=4, microbatches=8, memory_fraction=1.0)
+    free = sound_plan(graph, where, ranks=4, microbatches=8, memory_fraction=1.0, recompute="auto")
+    assert free.recompute and free.estimate_s < fits.estimate_s
 
 
 def test_nothing_is_recomputed_where_everything_fits():
@@ -180,6 +208,7 @@ def test_each_change_is_named_where_it_helps():
     assert refused(HEAVY, machine(memory_bytes=600)).hints == (
         "recomputation of activations (recompute: auto)",
         "16 micro-batches, each 2 times smaller",
+        "3 processes",
     )
     parameters = chain([node(params=(use(i, 10),)) for i in range(8)])
     assert refused(parameters, machine(memory_bytes=100)).hints == ("4 processes",)

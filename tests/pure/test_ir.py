@@ -126,6 +126,8 @@ def test_families_by_name():
     assert parse_family("GPipe") is ScheduleFamily.GPIPE
     with pytest.raises(PfeifeError, match=r"PF212 unknown schedule 'lopped'(.|\n)*did you mean 'looped'"):
         parse_family("lopped")
+    with pytest.raises(PfeifeError, match=r"PF212 unknown schedule ''(.|\n)*try +auto"):
+        parse_family("")
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,12 @@ def test_wishes_that_cannot_be_met_are_refused(options, message):
         make_plan(graph, machine(), 2, 4, SearchOptions(**options))
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(0, 4), (-1, 4), (2, 0)])
+def test_no_ranks_and_no_micro_batches_are_refused(ranks, microbatches):
+    with pytest.raises(PfeifeError, match="PF210 impossible schedule: num_"):
+        make_plan(chain(8), machine(), ranks, microbatches)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("backward", "halves"), ("recompute", "always"), ("effort", "none"), ("effort", "")]
 )
