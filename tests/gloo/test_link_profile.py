@@ -59,6 +59,7 @@ from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.microbatch import divide, take
 from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import DistributedTransport
+from pfeife_accelerate.schedule import build
 from pfeife_accelerate.session.programs import ProgramCache, Run
 
 class Chain(nn.Module):
@@ -80,7 +81,7 @@ model, x = Chain(), torch.ones(8, 6)
 call = ModelCapture(model, cpu).call((x,), {}, None)
 name = call.graph.result_names()[-1]
 spec = ScheduleSpec(family=ScheduleFamily.LOOPED, num_ranks=2, num_loops=4, num_microbatches=number)
-cache = ProgramCache(spec, (0, 1) * 4, min(rank, 1))
+cache = ProgramCache(build(spec), min(rank, 1))
 staged = cache.staged(call.graph, tuple(range(1, 8)), (name,))
 program = cache.program(staged, (name,), (name,), Run.PLANNED, number)
 bindings = {s: 1 if s in call.graph.batch_symbols else v for s, v in call.bindings.items()}
