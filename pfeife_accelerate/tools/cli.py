@@ -10,7 +10,7 @@ from typing import Any
 
 import pfeife_accelerate
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.tools.plan_request import add_arguments
+from pfeife_accelerate.tools.plan_request import DTYPES, add_arguments
 
 __all__ = ["main"]
 
@@ -37,7 +37,12 @@ def _add_profile(commands: Any) -> None:
     profile.add_argument("--out", type=Path, default=Path("cost.json.gz"), help="the cost file (default: %(default)s)")
     profile.add_argument("--processes", type=int, help="processes to start (default: the configuration's, or 2)")
     profile.add_argument("--config", type=Path, help="yaml of accelerate launch")
-    profile.add_argument("script", type=Path, help="the training script, stopped at its first training call")
+    profile.add_argument("--rows", type=int, default=1, help="of a model by name: rows of a micro-batch (%(default)s)")
+    profile.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of a model by name (%(default)s)")
+    profile.add_argument("--seq", type=int, metavar="N", help="of a model by name: tokens of a row")
+    profile.add_argument("--resolution", type=int, metavar="N", help="of a model by name: height and width")
+    profile.add_argument("--seconds", type=float, default=60.0, help="of a model by name: to measure (%(default)s)")
+    profile.add_argument("script", help="the training script, stopped at its first training call; or a model's name")
     profile.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
@@ -53,10 +58,20 @@ def _run(options: argparse.Namespace) -> int:
 
             return plan(options)
         case "profile":
-            from pfeife_accelerate.tools.profile import profile
+            from pfeife_accelerate.tools.profile import profile, profile_model
 
+            if not options.script.endswith(".py") and not Path(options.script).is_file():
+                return profile_model(
+                    options.script,
+                    rows=options.rows,
+                    dtype=options.dtype,
+                    seq=options.seq,
+                    resolution=options.resolution,
+                    seconds=options.seconds,
+                    out=options.out,
+                )
             return profile(
-                options.script,
+                Path(options.script),
                 options.arguments,
                 out=options.out,
                 config=options.config,

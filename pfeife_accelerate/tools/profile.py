@@ -1,5 +1,7 @@
 """`pfeife profile train.py`: what the script's model costs on this machine, as a table and as a file for `pfeife plan`.
 
+`pfeife profile MODEL` does the same for a model by its name, without a script, weights, or memory for the whole model.
+
 Models: the script itself, started as for training and ended at its first training call, so that model, batch, precision
 and optimizer are the real ones; costs are those of one micro-batch.
 Ignores: what the script does after that call.
@@ -20,11 +22,16 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from pfeife_accelerate.config import SECTION, PfeifePlugin, export, overlay
+from pfeife_accelerate.config import SECTION, PfeifePlugin, cache_folder, export, overlay
+from pfeife_accelerate.cost.hardware import device_spec, link_spec
+from pfeife_accelerate.cost.store import op_profiles
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import CostGraph, Machine, read_cost_file
+from pfeife_accelerate.ir import CostGraph, Machine, read_cost_file, write_cost_file
+from pfeife_accelerate.session.progress import MeasuringProgress
+from pfeife_accelerate.tools.models import ModelledModel, ModelOptions, resolve
+from pfeife_accelerate.tools.plan_request import DTYPES
 
-__all__ = ["profile"]
+__all__ = ["profile", "profile_model"]
 
 _MOST_KINDS: Final = 12
 _MB: Final = 1e6
@@ -65,11 +72,50 @@ def profile(
             )
         graph, machine = read_cost_file(made)
         out.write_bytes(made.read_bytes())
-    console = console or Console()
+    _report(console or Console(), graph, machine, out)
+    return 0
+
+
+def profile_model(
+    name: str,
+    *,
+    rows: int,
+    out: Path,
+    dtype: str = "fp32",
+    seq: int | None = None,
+    resolution: int | None = None,
+    seconds: float = 60.0,
+    console: Console | None = None,
+) -> int:
+    """Measure the operations of a model on a micro-batch of `rows` for at most `seconds`, write `out`, print.
+
+    What the seconds do not suffice for is modelled, calibrated by what was measured.
+
+    Raises: PfeifeError PF234 if the folder of `out` is not there, and those of `resolve`.
+    """
+    if not out.absolute().parent.exists():
+        raise PfeifeError(id="PF234", what=f"the folder {out.absolute().parent} does not exist", where="pfeife profile")
+    options = ModelOptions(dtype=vars(torch)[DTYPES[dtype]], seq=seq, resolution=resolution)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec = device_spec(device)
+    store = op_profiles(cache_folder(PfeifePlugin.from_environment()), device)
+    known = store.read()
+    profiles = dict(known)
+    with MeasuringProgress("measuring operations") as progress:
+        graph = ModelledModel(resolve(name, options)).cost_graph(
+            rows, spec, device=device, budget_s=seconds, profiles=profiles, progress=progress
+        )
+    store.add({key: profile for key, profile in profiles.items() if key not in known})
+    machine = Machine(devices=(spec,), link=link_spec("nccl" if device.type == "cuda" else "gloo"))
+    write_cost_file(out, graph, machine)
+    _report(console or Console(), graph, machine, out)
+    return 0
+
+
+def _report(console: Console, graph: CostGraph, machine: Machine, out: Path) -> None:
     console.print(_kinds(graph))
     console.print(_facts(graph, machine))
     console.print(f"written: {out}", soft_wrap=True)
-    return 0
 
 
 def _command(

@@ -70,12 +70,17 @@ class ModelledModel:
         """The operations on a micro-batch of that many rows."""
         return to_op_graph(self._call.graph, self._bindings(rows))
 
-    def cost_graph(self, rows: int, device: DeviceSpec) -> CostGraph:
-        """What they should cost on a device."""
-        ops = measurable_ops(self._call.graph, self._bindings(rows), _CPU)
-        table = CostTable(ops=measure(ops, _CPU, budget_s=0.0, spec=device))  # without time to measure, all is modelled
+    def cost_graph(
+        self, rows: int, spec: DeviceSpec, *, device: torch.device = _CPU, budget_s: float = 0.0, **measuring: Any
+    ) -> CostGraph:
+        """What they should cost on a device like `spec`; what `budget_s` suffices for is measured on `device`.
+
+        `measuring` is what `measure` takes beside that: `profiles` known before, `progress`.
+        """
+        ops = measurable_ops(self._call.graph, self._bindings(rows), device)
+        table = CostTable(ops=measure(ops, device, budget_s=budget_s, spec=spec, **measuring))
         state = {
-            name: (value.numel() * STATE_BYTES, value.numel() * OPTIMIZER_BYTES / device.bytes_per_s)
+            name: (value.numel() * STATE_BYTES, value.numel() * OPTIMIZER_BYTES / spec.bytes_per_s)
             for name, value in self._states.items()
             if value.requires_grad
         }
