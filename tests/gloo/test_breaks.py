@@ -21,7 +21,7 @@ JOINED = (
     "branch", "item",
 )  # fmt: skip
 WHOLE = ("picked rows", "lstm", "gru")
-ON_THREE = ("graph break", "many pieces", "branch", "lstm")
+ON_THREE = ("many pieces", "lstm")
 
 
 class Runs:

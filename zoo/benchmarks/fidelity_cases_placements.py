@@ -34,6 +34,11 @@ _SHAPES: dict[int, dict[str, tuple[str, int]]] = {
         "moving_average_of_parameters": ("scattered", 2),
     },
 }
+#: Of these the command alone runs: others show the same sooner.
+_SLOW = frozenset({
+    "a_trainable_head_outside", "adversaries", "four_networks", "gradient_accumulation", "one_model_feeds_another",
+    "previous_step_read", "scaler_with_a_stage_without_gradients", "weighted_by_signal_to_noise",
+})  # fmt: skip
 
 
 def _add_shapes() -> None:
@@ -41,7 +46,8 @@ def _add_shapes() -> None:
         for name, (plan, num_loops) in shapes.items():
             case = CASES[name]
             options = {**case.options, "schedule": "gpipe", "num_loops": num_loops}
-            add(replace(case, name=f"{name}__{plan}", ranks=(size,), options=options, plan=plan))
+            slow = case.slow or name in _SLOW
+            add(replace(case, name=f"{name}__{plan}", ranks=(size,), options=options, plan=plan, slow=slow))
 
 
 _add_shapes()
