@@ -16,10 +16,11 @@ from pfeife_accelerate.ir import ScheduleFamily
 from pfeife_accelerate.planner.memory import MemoryProfile, RankMemory
 from pfeife_accelerate.planner.planned import RunnerUp
 from pfeife_accelerate.planner.problem import Problem
+from pfeife_accelerate.planner.recompute import with_recomputation
 from pfeife_accelerate.planner.starts import Start, loops, specs, starts
 from pfeife_accelerate.planner.thrifty import thrifty_starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
-from pfeife_accelerate.schedule import build, validate
+from pfeife_accelerate.schedule import build, chain_messages, lower, validate
 
 __all__ = ["does_not_fit", "nothing_runs", "runners_up"]
 
@@ -106,8 +107,6 @@ def _misfit(problem: Problem, start: Start) -> str:
 def nothing_runs(problem: Problem) -> PfeifeError:
     """Every order that the user allows deadlocks: the picture of the first."""
     schedule = build(next(spec for num_loops in loops(problem) for spec in specs(problem, num_loops)))
-    from pfeife_accelerate.schedule import chain_messages, lower
-
     try:
         validate(lower(schedule, chain_messages(schedule.stage_ranks)), chain_messages(schedule.stage_ranks))
     except PfeifeError as error:
@@ -167,8 +166,6 @@ def _changes(problem: Problem) -> list[str]:
 
 
 def _fits(problem: Problem, *, recompute: bool = False) -> bool:
-    from pfeife_accelerate.planner.recompute import with_recomputation
-
     options = problem.options
     wishes = (
         options.family, options.num_loops, options.microbatches_per_loop, options.prefetch_forwards, options.cuts,
