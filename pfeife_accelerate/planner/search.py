@@ -27,7 +27,7 @@ from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.recompute import with_recomputation
 from pfeife_accelerate.planner.simulate import MessageBytes, simulate
 from pfeife_accelerate.planner.slices import Slices
-from pfeife_accelerate.planner.starts import Start, by_value, even_starts, starts
+from pfeife_accelerate.planner.starts import Start, by_value, even_starts, exactly, starts
 from pfeife_accelerate.planner.thrifty import thrifty_starts
 from pfeife_accelerate.planner.valuation import MISFIT_S, Effort, Valuation
 from pfeife_accelerate.schedule import build, lower
@@ -93,7 +93,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
     begun = starts(fewer, effort)
     if not begun:
         raise nothing_runs(problem)
-    if problem.options.cuts is None and is_small(problem, begun):
+    if problem.options.cuts is None and problem.options.effort == "full" and is_small(problem, begun):
         begun = begun if fewer is problem else starts(problem, effort)
         return tried_out(problem, begun, effort), begun
     if fewer is problem:
@@ -105,7 +105,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
     families = {start.family: start for start in reversed(begun)}
     lifts = [lifted(problem, start, effort) for start in (*chosen, *families.values())]
     lifts += even_starts(problem, effort)[:2]
-    found = sorted((start for start in lifts if start is not None), key=by_value)
+    found = exactly(problem, [start for start in lifts if start is not None], effort)
     if not found:  # rare: what runs with few micro-batches runs with more
         begun = starts(problem, effort)
         return improved(problem, begun, effort), begun

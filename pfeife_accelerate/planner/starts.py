@@ -26,6 +26,7 @@ __all__ = [
     "all_orders",
     "by_value",
     "even_starts",
+    "exactly",
     "family_name",
     "order_for",
     "specs",
@@ -215,7 +216,7 @@ def starts(problem: Problem, effort: Effort) -> list[Start]:
             if is_looped and values[best] < MISFIT_S:
                 fitting.add(spec.microbatches_per_loop)
     found += _between_loops(problem, effort)
-    return _exactly(problem, [start for start in found if np.isfinite(start.value)], effort)
+    return exactly(problem, [start for start in found if np.isfinite(start.value)], effort)
 
 
 def even_starts(problem: Problem, effort: Effort) -> list[Start]:
@@ -250,7 +251,7 @@ def all_orders(problem: Problem) -> list[Start]:
     return found
 
 
-def _exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start]:
+def exactly(problem: Problem, found: list[Start], effort: Effort) -> list[Start]:
     """The best of all, and the best of each family, with all that they send: the first look left some out."""
     found.sort(key=by_value)
     first = {start.family: start for start in reversed(found)}
