@@ -11,9 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ from pfeife_accelerate.cost.hardware import device_name
 from pfeife_accelerate.cost.op_profile import OpProfile
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.codec import decode, encode
+from pfeife_accelerate.ir.files import write_whole
 from pfeife_accelerate.log import get_logger, warn_once
 
 __all__ = ["FORMAT", "Store", "op_profiles"]
@@ -99,14 +98,7 @@ class Store(Generic[T]):
 
     def _replace(self, entries: Mapping[str, T]) -> None:
         data = {**self._head, "entries": {key: encode(value) for key, value in sorted(entries.items())}}
-        number, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                json.dump(data, file, indent=0)
-            os.replace(name, self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(self.path, json.dumps(data, indent=0))
 
     @contextmanager
     def _lock(self) -> Iterator[None]:

@@ -19,10 +19,10 @@ from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.problem import Problem
 from pfeife_accelerate.planner.refine import Refined, refine, shake
 from pfeife_accelerate.planner.reorder import reorder
-from pfeife_accelerate.planner.starts import Start, all_orders, by_value, order_for, starting_cuts
+from pfeife_accelerate.planner.starts import Start, all_orders, as_wanted, by_value, listed, order_for, starting_cuts
 from pfeife_accelerate.planner.valuation import Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order
-from pfeife_accelerate.schedule.order import Order, split_backwards
+from pfeife_accelerate.schedule.order import Order
 
 __all__ = ["improved", "is_small", "lifted", "reordered", "selected", "shaken", "tried_out"]
 
@@ -50,9 +50,8 @@ def improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
 
 def tried_out(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     """The best of all slicings there are, for each order there is."""
-    free = problem.options.family is None
-    everything = begun + [start for start in all_orders(problem) if free]
-    return reordered(problem, min(_all_slicings(problem, everything), key=by_value), effort)
+    others = all_orders(problem) if problem.options.family is None else []
+    return reordered(problem, min(_all_slicings(problem, [*begun, *others]), key=by_value), effort)
 
 
 def selected(problem: Problem, begun: list[Start], effort: Effort) -> list[Start]:
@@ -90,7 +89,7 @@ def lifted(problem: Problem, start: Start, effort: Effort) -> Start | None:
     found = []
     for block in dict.fromkeys((min(ranks, number), number)):
         order = looped_order(start.order.stage_ranks, number, block=block, prefetch=ranks - 1)
-        one = _valued(problem, spec, split_backwards(order) if problem.is_split else order, start, effort)
+        one = _valued(problem, spec, as_wanted(problem, order), start, effort)
         if one is not None:
             found.append(reordered(problem, one, effort))
     return min(found, key=by_value, default=None)
@@ -143,13 +142,7 @@ def reordered(problem: Problem, start: Start, effort: Effort) -> Start:
     order, value = reorder(Valuation(problem, start.order, effort), start.cuts)
     if value >= start.value * (1 - 1e-9):
         return start
-    listed = ScheduleSpec(
-        family=ScheduleFamily.LIST,
-        num_ranks=problem.num_ranks,
-        num_microbatches=problem.num_microbatches,
-        num_loops=start.spec.num_loops,
-    )
-    return replace(start, spec=listed, order=order, value=value)
+    return replace(start, spec=listed(problem, start.spec.num_loops), order=order, value=value)
 
 
 def _fixes_order(options: SearchOptions) -> bool:

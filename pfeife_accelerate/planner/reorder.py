@@ -32,14 +32,13 @@ def reorder(valuation: Valuation, cuts: Ints, *, passes: int = 3) -> tuple[Order
     room = _room(slices, order)
     effort.spend(_NODE_S * jobs.num_nodes)
     beyond_s = float(valuation.beyond_s(slices)[0])
-    urgencies = [[-tail_s for tail_s in jobs.tails_s(duration_s)]]
     end_s = graph.end_of_nodes(slices.durations).tolist()
     for number in range(passes):
         if effort.is_spent:
             break
         effort.spend(2 * _NODE_S * jobs.num_nodes)
         if number == 0:
-            urgency = urgencies[0]
+            urgency = [-tail_s for tail_s in jobs.tails_s(duration_s)]
         else:
             back = list_schedule(jobs, duration_s, [-end for end in end_s], reverse=True)
             urgency = [back.end_s - start - lasts for start, lasts in zip(back.start_s, duration_s, strict=True)]

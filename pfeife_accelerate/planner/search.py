@@ -89,18 +89,18 @@ def _effort_s(problem: Problem) -> float:
 
 def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
     """The best plan found, and the starts of all families."""
-    fewer = _with_fewer_microbatches(problem)
+    fewer, is_full = _with_fewer_microbatches(problem), problem.options.effort == "full"
     begun = starts(fewer, effort)
     if not begun:
         raise nothing_runs(problem)
-    if problem.options.cuts is None and problem.options.effort == "full" and is_small(problem, begun):
+    if problem.options.cuts is None and is_full and is_small(problem, begun):
         begun = begun if fewer is problem else starts(problem, effort)
         return tried_out(problem, begun, effort), begun
     if fewer is problem:
-        return (improved(problem, begun, effort) if problem.options.effort == "full" else begun[0]), begun
+        return (improved(problem, begun, effort) if is_full else begun[0]), begun
     first = Effort(left_s=effort.left_s * _FIRST_SHARE)
     effort.spend(first.left_s)
-    chosen = selected(fewer, begun, first) if problem.options.effort == "full" else []
+    chosen = selected(fewer, begun, first) if is_full else []
     effort.spend(-first.left_s)
     families = {start.family: start for start in reversed(begun)}
     lifts = [lifted(problem, start, effort) for start in (*chosen, *families.values())]
@@ -109,7 +109,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
     if not found:  # rare: what runs with few micro-batches runs with more
         begun = starts(problem, effort)
         return improved(problem, begun, effort), begun
-    if problem.options.effort == "full":
+    if is_full:
         return shaken(problem, selected(problem, found[:_LIFTED], effort), effort), found
     return found[0], found
 
@@ -173,13 +173,11 @@ def _schedule(best: Start) -> Schedule:
 
 def _stage_costs(slices: Slices) -> tuple[StageCost, ...]:
     backward = slices.backward_s
-    weight = backward[1] if len(backward) > 1 else slices.backward_weight_s
-    whole = backward[0] + backward[1] if len(backward) > 1 else backward[0]
     table = np.stack(
         (
             slices.forward_s,
-            whole,
-            weight,
+            sum(backward),
+            backward[1] if slices.problem.is_split else slices.backward_weight_s,
             slices.stage_param_bytes,
             slices.saved_bytes,
             np.maximum(slices.forward_peak_bytes - slices.saved_bytes, slices.backward_workspace_bytes),

@@ -38,9 +38,7 @@ def simulate(
     """Run a schedule (compute-only or lowered) in simulated time; `message_bytes` is aligned with `messages`."""
     if all(action.kind.is_compute for actions in schedule.per_rank for action in actions):
         schedule = add_sends(schedule, messages)
-    sizes = {
-        (message.producer_stage, message.reader): size for message, size in zip(messages, message_bytes, strict=True)
-    }
+    sizes = {message.route: size for message, size in zip(messages, message_bytes, strict=True)}
     return _Simulation(schedule, stage_costs, Routes(messages, schedule.stage_ranks), sizes, machine).timeline()
 
 

@@ -15,10 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
+from pfeife_accelerate.ir import ParamUse
 from pfeife_accelerate.planner.problem import Floats, Ints, Problem
 from pfeife_accelerate.schedule.messages import Message, Messages
 
-__all__ = ["Slices", "route_of"]
+__all__ = ["Slices"]
 
 _MOST_CELLS = 20_000_000
 
@@ -93,8 +94,8 @@ class Slices:
             return self.durations
         own, others = len(self.messages), len(messages)
         jobs = len(self.durations) - 2 * own
-        place = {route_of(message): index for index, message in enumerate(messages)}
-        found = [place.get(route_of(message), -1) for message in self.messages]
+        place = {message.route: index for index, message in enumerate(messages)}
+        found = [place.get(message.route, -1) for message in self.messages]
         rows = np.asarray(found, dtype=np.int64)
         known = np.flatnonzero(rows >= 0)
         table = np.zeros((jobs + 2 * others, len(self)))
@@ -107,14 +108,14 @@ class Slices:
         """Which conditions of an event graph with these messages hold for each slicing; None where all do."""
         if len(self) == 1 and messages == self.messages:
             return None
-        own = {route_of(message): index for index, message in enumerate(self.messages)}
+        own = {message.route: index for index, message in enumerate(self.messages)}
         is_sent = np.zeros((2, len(messages), len(self)), dtype=np.bool_)
         for index, message in enumerate(messages):
-            row = own.get(route_of(message))
+            row = own.get(message.route)
             if row is not None:
                 is_sent[0, index], is_sent[1, index] = self._traffic[3][row], self._traffic[2][row] > 0
         stages = len(self.stage_ranks)
-        column, value, producer, reader = self._crossings()
+        column, value, producer, reader = self._crossings
         keys = (column * len(self.problem.graph.values) + value) * self.problem.num_ranks + self.stage_ranks[reader]
         first = _first_of_each(keys, int(keys.max(initial=0)) + 1)[1]
         reads = np.zeros((stages, stages, stages, len(self)), dtype=np.bool_)
@@ -122,7 +123,7 @@ class Slices:
         table = np.ones((len(conditions) + 1, len(self)))
         for number, (index, consumer, is_gradient) in enumerate(conditions, start=1):
             row = is_sent[int(is_gradient), index]
-            table[number] = row if consumer < 0 else row & reads[(*route_of(messages[index]), consumer)]
+            table[number] = row if consumer < 0 else row & reads[(*messages[index].route, consumer)]
         return table
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Slices:
 
     @cached_property
     def _traffic(self) -> tuple[Messages, Floats, Floats, Floats]:
-        column, value, producer, reader = self._crossings()
+        column, value, producer, reader = self._crossings
         if self.nearest_only:
             near = reader == producer + 1
             column, value, producer, reader = column[near], value[near], producer[near], reader[near]
@@ -186,6 +187,7 @@ class Slices:
         latency = np.asarray([link.latency_s for link in links]).reshape(-1, 1)
         return latency, np.asarray([link.bytes_per_s for link in links]).reshape(-1, 1)
 
+    @cached_property
     def _crossings(self) -> tuple[Ints, Ints, Ints, Ints]:
         """(slicing, value, its stage, a stage that reads it) of every read that crosses a cut."""
         value, producer, reader = self.problem.reads
@@ -202,7 +204,7 @@ class Slices:
     @cached_property
     def input_bytes(self) -> Floats:
         """Bytes that each stage reads from others."""
-        column, value, _, reader = self._crossings()
+        column, value, _, reader = self._crossings
         num_values, num_stages = len(self.problem.graph.values), len(self.stage_ranks)
         keys = (column * num_values + value) * num_stages + reader
         once, _ = _first_of_each(keys, len(self) * num_values * num_stages)
@@ -262,11 +264,18 @@ class Slices:
         return total
 
     @cached_property
+    def _tied(self) -> list[tuple[ParamUse, Ints]]:
+        """Parameters with several readers, and the stage of each reader in each slicing."""
+        return [
+            (use, np.stack([(self.first <= reader).sum(axis=0) - 1 for reader in readers]))
+            for use, readers in self.problem.tied
+        ]
+
+    @cached_property
     def stage_param_bytes(self) -> Floats:
         """Parameters that each stage reads."""
         total = self._sum(self.problem.param_bytes)
-        for use, readers in self.problem.tied:
-            stages = np.stack([(self.first <= reader).sum(axis=0) - 1 for reader in readers])
+        for use, stages in self._tied:
             for stage in range(len(total)):
                 total[stage] += (stages == stage).any(axis=0) * use.num_bytes
         return total
@@ -274,8 +283,7 @@ class Slices:
     def _per_rank(self, prefix: Floats, field: str) -> Floats:
         total = np.zeros((self.problem.num_ranks, len(self)))
         np.add.at(total, self.stage_ranks, self._sum(prefix))
-        for use, readers in self.problem.tied:
-            stages = np.stack([(self.first <= reader).sum(axis=0) - 1 for reader in readers])
+        for use, stages in self._tied:
             ranks = self.stage_ranks[stages]
             for rank in range(self.problem.num_ranks):
                 total[rank] += (ranks == rank).any(axis=0) * getattr(use, field)
@@ -295,11 +303,6 @@ class Slices:
     def optimizer_s(self) -> Floats:
         """Seconds of each rank's optimizer step."""
         return self._per_rank(self.problem.optimizer_s, "optimizer_s")
-
-
-def route_of(message: Message) -> tuple[int, int]:
-    """What tells the messages of a placement apart: who sends, and which stage reads first."""
-    return message.producer_stage, message.reader
 
 
 def _first_of_each(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:

@@ -22,17 +22,9 @@ from pfeife_accelerate.schedule.families import looped_order, numbered
 from pfeife_accelerate.schedule.order import Order, split_backwards
 
 __all__ = [
-    "Start",
-    "all_orders",
-    "by_value",
-    "even_starts",
-    "exactly",
-    "family_name",
-    "order_for",
-    "specs",
-    "starting_cuts",
-    "starts",
-]
+    "Start", "all_orders", "as_wanted", "by_value", "even_starts", "exactly", "family_name", "listed", "loops",
+    "order_for", "specs", "starting_cuts", "starts",
+]  # fmt: skip
 
 _LOOPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 _MOST_JOBS = 40_000  # of an order with several loops; with one there may be more
@@ -294,12 +286,9 @@ def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
     for stages in numbers[:: len(numbers) // _MOST_BETWEEN + 1]:
         if effort.is_spent:
             break
-        spec = ScheduleSpec(
-            family=ScheduleFamily.LIST, num_ranks=ranks, num_microbatches=number, num_loops=-(-stages // ranks)
-        )
+        spec = listed(problem, num_loops=-(-stages // ranks))
         placement = tuple(stage % ranks for stage in range(stages))
-        order = looped_order(placement, number, block=min(ranks, number), prefetch=ranks - 1)
-        order = split_backwards(order) if problem.is_split else order
+        order = as_wanted(problem, looped_order(placement, number, block=min(ranks, number), prefetch=ranks - 1))
         cuts = np.concatenate((equal_time_cuts(problem, stages)[None], shaped_cuts(problem, np.ones((1, stages)))))
         slices = Slices(problem, cuts, placement, nearest_only=True)
         values = Valuation(problem, order, effort).value(slices)
@@ -309,5 +298,19 @@ def _between_loops(problem: Problem, effort: Effort) -> Iterator[Start]:
 
 def order_for(problem: Problem, spec: ScheduleSpec) -> Order:
     """The order of a family, in halves where the problem wants that."""
-    order = numbered(spec)
+    return as_wanted(problem, numbered(spec))
+
+
+def as_wanted(problem: Problem, order: Order) -> Order:
+    """The order, its backwards in halves where the problem wants that."""
     return split_backwards(order) if problem.is_split and not order.is_split else order
+
+
+def listed(problem: Problem, num_loops: int) -> ScheduleSpec:
+    """What is said of an order that no formula gives."""
+    return ScheduleSpec(
+        family=ScheduleFamily.LIST,
+        num_ranks=problem.num_ranks,
+        num_microbatches=problem.num_microbatches,
+        num_loops=num_loops,
+    )

@@ -11,14 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.ir import ScheduleFamily
 from pfeife_accelerate.planner.improve import reordered
 from pfeife_accelerate.planner.problem import Ints, Problem
 from pfeife_accelerate.planner.refine import refine
-from pfeife_accelerate.planner.starts import Start, by_value, loops, starting_cuts
+from pfeife_accelerate.planner.starts import Start, as_wanted, by_value, listed, loops, starting_cuts
 from pfeife_accelerate.planner.valuation import Effort, Valuation
 from pfeife_accelerate.schedule.families import looped_order
-from pfeife_accelerate.schedule.order import split_backwards
 
 __all__ = ["thrifty_starts"]
 
@@ -41,8 +40,7 @@ def thrifty_starts(problem: Problem) -> list[Start]:
 
 def _start(problem: Problem, alive: int) -> Start:
     ranks, number = problem.num_ranks, problem.num_microbatches
-    order = looped_order(tuple(range(ranks)), number, block=number, most_alive=alive)
-    order = split_backwards(order) if problem.is_split else order
+    order = as_wanted(problem, looped_order(tuple(range(ranks)), number, block=number, most_alive=alive))
     effort = Effort(left_s=_EFFORT_S)
     valuation = Valuation(problem, order, effort)
     cuts = starting_cuts(problem, ranks, fine=True)
@@ -50,8 +48,7 @@ def _start(problem: Problem, alive: int) -> Start:
         kept = [min(alive, ranks - rank) for rank in range(ranks)]
         cuts = np.concatenate((_even_memory(problem, kept)[None], cuts))
     best = int(valuation.values(cuts).argmin())
-    spec = ScheduleSpec(family=ScheduleFamily.LIST, num_ranks=ranks, num_microbatches=number, num_loops=1)
-    start = Start(spec=spec, order=order, cuts=cuts[best], value=valuation.exact(cuts[best]))
+    start = Start(spec=listed(problem, num_loops=1), order=order, cuts=cuts[best], value=valuation.exact(cuts[best]))
     if problem.options.effort == "quick" or problem.options.cuts is not None:
         return start
     found = refine(valuation, start.cuts, rounds=_ROUNDS)

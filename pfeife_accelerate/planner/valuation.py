@@ -16,7 +16,7 @@ import numpy as np
 from pfeife_accelerate.planner.event_graph import EventGraph
 from pfeife_accelerate.planner.memory import MemoryProfile
 from pfeife_accelerate.planner.problem import Floats, Ints, Problem
-from pfeife_accelerate.planner.slices import Slices, route_of
+from pfeife_accelerate.planner.slices import Slices
 from pfeife_accelerate.schedule.messages import Messages
 from pfeife_accelerate.schedule.order import Order
 
@@ -125,9 +125,8 @@ class Valuation:
             + len(slices) * (8e-9 * graph.num_nodes + 3e-8 * len(self.problem.block_starts))
         )
         holds = slices.holds(graph.messages, graph.conditions) if self.is_thorough else None
-        seconds = graph.makespans(slices.durations_for(graph.messages), slices.optimizer_s, holds) + self.beyond_s(
-            slices
-        )
+        durations = slices.durations_for(graph.messages)
+        seconds = graph.makespans(durations, slices.optimizer_s, holds) + self.beyond_s(slices)
         if is_quick and self._has_room:
             return seconds
         peaks = self.memory.peaks(slices)
@@ -150,9 +149,9 @@ def _memory_profile(order: Order) -> MemoryProfile:
 
 
 def _includes(known: Messages, messages: Messages) -> bool:
-    consumers = {route_of(message): message for message in known}
+    consumers = {message.route: message for message in known}
     for message in messages:
-        found = consumers.get(route_of(message))
+        found = consumers.get(message.route)
         if found is None or not set(message.consumer_stages) <= set(found.consumer_stages):
             return False
         if message.has_grad and not found.has_grad:
@@ -161,9 +160,9 @@ def _includes(known: Messages, messages: Messages) -> bool:
 
 
 def _union(known: Messages, messages: Messages) -> Messages:
-    found = {route_of(message): message for message in known}
+    found = {message.route: message for message in known}
     for message in messages:
-        key = route_of(message)
+        key = message.route
         other = found.get(key)
         if other is not None:
             stages = tuple(sorted({*other.consumer_stages, *message.consumer_stages}))

@@ -21,8 +21,8 @@ from pfeife_accelerate.schedule.order import Jobs, Order, schedule_of
 from pfeife_accelerate.schedule.unit_orders import unit_order
 from pfeife_accelerate.schedule.validate import is_executable
 
-__all__ = ["backward_only", "build", "build_for", "forward_only", "gpipe", "looped", "looped_order", "numbered",
-    "one_f_one_b",
+__all__ = [
+    "backward_only", "build", "build_for", "forward_only", "gpipe", "looped", "looped_order", "numbered", "one_f_one_b",
 ]  # fmt: skip
 
 

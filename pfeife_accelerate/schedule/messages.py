@@ -34,6 +34,11 @@ class Message:
         """The first stage that reads it: with the producer, it names the message."""
         return min(self.consumer_stages)
 
+    @property
+    def route(self) -> tuple[int, int]:
+        """What tells the messages of a placement apart: who sends, and which stage reads first."""
+        return self.producer_stage, self.reader
+
 
 Messages = tuple[Message, ...]
 
@@ -101,23 +106,22 @@ class Routes:
         self.from_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
         self.into_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
         seen: set[tuple[int, int]] = set()
-        for message in sorted(messages, key=lambda m: (m.producer_stage, m.reader)):
+        for message in sorted(messages, key=lambda m: m.route):
             self._check(message, seen)
             self.from_stage[message.producer_stage].append(message)
             for consumer in message.consumer_stages:
                 self.into_stage[consumer].append(message)
 
     def _check(self, message: Message, seen: set[tuple[int, int]]) -> None:
-        key = (message.producer_stage, message.reader)
         owners = {self.stage_ranks[stage] for stage in message.consumer_stages}
-        if key in seen or owners != {message.consumer_rank} or message.reader <= message.producer_stage:
+        if message.route in seen or owners != {message.consumer_rank} or message.reader <= message.producer_stage:
             raise PfeifeError(
                 id="PF201",
                 what=f"{message} does not fit the stages",
                 where=f"stages live on ranks {self.stage_ranks}",
                 why="a message goes to later stages of its consumer rank, and there is one per stage and first reader",
             )
-        seen.add(key)
+        seen.add(message.route)
 
     def is_local(self, message: Message) -> bool:
         """Whether producer and consumers share a rank: nothing is sent."""

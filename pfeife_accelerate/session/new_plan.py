@@ -28,8 +28,7 @@ __all__ = ["TrainingState", "graph_of", "new_plan", "search_options"]
 
 _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
-
-_SHORT_STEP_S = 0.02
+_SHORT_STEP_S = 0.02  #: a step so short is not worth seconds of search
 
 #: Bytes that training keeps of each parameter on a device, and seconds of its optimizer step.
 TrainingState: TypeAlias = Callable[[DeviceSpec], Mapping[str, tuple[int, float]]]
@@ -52,7 +51,6 @@ def new_plan(
     machine = machine_here(mesh, device, links)
     kept = state(machine.device_of(0))
     options = search_options(plugin)
-
     graphs: dict[int, tuple[OpGraph, CostGraph]] = {}
 
     def quick_plan(number: int, budget_s: float) -> PipelinePlan:
@@ -70,7 +68,7 @@ def new_plan(
         return pipeline_plan(make_plan(graph, machine, mesh.pipeline_size, number, wanted), ops)
 
     chosen = fastest(quick_plan, candidates(plugin, call, mesh.pipeline_size), _PLANNING_S)
-    # Seconds of search pay where a step takes long: the quick plan is a few per cent slower.
+    # The quick plan is a few per cent slower.
     plan = chosen if chosen.estimate_s < _SHORT_STEP_S else plan_for(chosen.spec.num_microbatches, "full")
     _LOG.info("plan\n%s", describe(plan))
     return plan

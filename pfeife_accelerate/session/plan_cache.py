@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pfeife_accelerate.ir import PipelinePlan, from_json, to_json
+from pfeife_accelerate.ir.files import write_whole
 from pfeife_accelerate.log import get_logger
 
 __all__ = ["PlanCache", "write_plan"]
@@ -52,11 +51,4 @@ class PlanCache:
 
 def write_plan(path: Path, plan: PipelinePlan) -> None:
     """Write a plan so that nobody finds half of it."""
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(to_json(plan))
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, to_json(plan))

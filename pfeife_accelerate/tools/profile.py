@@ -22,12 +22,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from pfeife_accelerate.config import SECTION, PfeifePlugin, cache_folder, export, overlay
+from pfeife_accelerate.config import SECTION, PfeifePlugin, export, overlay
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
-from pfeife_accelerate.cost.store import op_profiles
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostGraph, Machine, read_cost_file, write_cost_file
-from pfeife_accelerate.session.progress import MeasuringProgress
+from pfeife_accelerate.session.measuring import measured
 from pfeife_accelerate.tools.models import ModelledModel, ModelOptions, resolve
 from pfeife_accelerate.tools.plan_request import DTYPES
 
@@ -97,15 +96,10 @@ def profile_model(
         raise PfeifeError(id="PF234", what=f"the folder {out.absolute().parent} does not exist", where="pfeife profile")
     options = ModelOptions(dtype=vars(torch)[DTYPES[dtype]], seq=seq, resolution=resolution)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    spec = device_spec(device)
-    store = op_profiles(cache_folder(PfeifePlugin.from_environment()), device)
-    known = store.read()
-    profiles = dict(known)
-    with MeasuringProgress("measuring operations") as progress:
-        graph = ModelledModel(resolve(name, options)).cost_graph(
-            rows, spec, device=device, budget_s=seconds, profiles=profiles, progress=progress
-        )
-    store.add({key: profile for key, profile in profiles.items() if key not in known})
+    spec, plugin = device_spec(device), PfeifePlugin.from_environment()
+    graph = ModelledModel(resolve(name, options)).cost_graph(
+        rows, spec, device=device, measured=lambda ops: measured(ops, plugin, device, budget_s=seconds, spec=spec)
+    )
     machine = Machine(devices=(spec,), link=link_spec("nccl" if device.type == "cuda" else "gloo"))
     write_cost_file(out, graph, machine)
     _report(console or Console(), graph, machine, out)

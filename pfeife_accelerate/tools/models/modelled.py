@@ -7,7 +7,8 @@ as Adam keeps them in mixed precision. Ignores: the loss, which mixes the rows a
 from __future__ import annotations
 
 import warnings
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from pfeife_accelerate.capture.op_graph import to_op_graph
 from pfeife_accelerate.cost.op_profile import measure
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostGraph, CostTable, DeviceSpec, OpGraph, cost_graph_of
+from pfeife_accelerate.ir.costs import MeasurableOp
 from pfeife_accelerate.tools.models.case import ModelCase
 
 __all__ = ["OPTIMIZER_BYTES", "STATE_BYTES", "ModelledModel"]
@@ -30,6 +32,9 @@ STATE_BYTES: Final = 16
 OPTIMIZER_BYTES: Final = 28
 
 _CPU = torch.device("cpu")
+
+#: Gives the costs of operations.
+Measured: TypeAlias = Callable[[Sequence[MeasurableOp | None]], CostTable]
 
 
 class ModelledModel:
@@ -71,14 +76,12 @@ class ModelledModel:
         return to_op_graph(self._call.graph, self._bindings(rows))
 
     def cost_graph(
-        self, rows: int, spec: DeviceSpec, *, device: torch.device = _CPU, budget_s: float = 0.0, **measuring: Any
+        self, rows: int, spec: DeviceSpec, *, device: torch.device = _CPU, measured: Measured | None = None
     ) -> CostGraph:
-        """What they should cost on a device like `spec`; what `budget_s` suffices for is measured on `device`.
-
-        `measuring` is what `measure` takes beside that: `profiles` known before, `progress`.
-        """
+        """What they should cost on a device like `spec`: modelled, or as they are `measured` on `device`."""
         ops = measurable_ops(self._call.graph, self._bindings(rows), device)
-        table = CostTable(ops=measure(ops, device, budget_s=budget_s, spec=spec, **measuring))
+        # Without time to measure, all is modelled.
+        table = measured(ops) if measured else CostTable(ops=measure(ops, device, budget_s=0.0, spec=spec))
         state = {
             name: (value.numel() * STATE_BYTES, value.numel() * OPTIMIZER_BYTES / spec.bytes_per_s)
             for name, value in self._states.items()
