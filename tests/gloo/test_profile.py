@@ -20,6 +20,10 @@ import torch
 from torch import nn
 from accelerate import Accelerator
 
+def say(text):
+    sys.stdout.write(text + "\\n")  # at once: the launcher's processes share a pipe and do not buffer
+    sys.stdout.flush()
+
 accelerator = Accelerator()
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
@@ -29,14 +33,14 @@ model, optimizer = accelerator.prepare(model, optimizer)
 if "train" not in sys.argv:
     sys.exit(0)
 with torch.no_grad():
-    print("evaluated", model(torch.randn(8, 64)).shape, flush=True)
+    say(f"evaluated {model(torch.randn(8, 64)).shape}")
 try:
     for _ in range(3):
         accelerator.backward(model(torch.randn(8, 64)).square().mean())
-        print("not reached", flush=True)
+        say("not reached")
         optimizer.step()
 finally:
-    print("left", flush=True)
+    say("left")
 """
 
 
