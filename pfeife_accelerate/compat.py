@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import sympy
@@ -67,6 +68,15 @@ def default_store() -> dist.Store:
     torch 2.10 - 2.14: `distributed_c10d._get_default_store`; a group does not publish its store.
     """
     return distributed_c10d._get_default_store()
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a gloo group waits for a peer.
+
+    torch 2.10 - 2.14: `options._timeout` of the group's backend; a group does not publish the time it was made with.
+    """
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
 
 
 def process_state_is_made() -> bool:

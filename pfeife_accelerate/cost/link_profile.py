@@ -15,13 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from pfeife_accelerate.ir import LinkSpec
 
-__all__ = ["LinkProfile", "backend_of", "hosts_of", "measure_links", "pairings", "ranks_per_host"]
+__all__ = [
+    "LinkProfile", "Receive", "Transport", "backend_of", "hosts_of", "measure_links", "pairings", "ranks_per_host",
+]  # fmt: skip
 
 _PINGS = 32
 _REPEATS = 5
@@ -67,13 +70,38 @@ def hosts_of(group: dist.ProcessGroup) -> tuple[str, ...]:
     return tuple(bytes(host.tolist()).hex() for host in found)
 
 
-def measure_links(group: dist.ProcessGroup, device: torch.device, hosts: Sequence[str]) -> LinkProfile:
-    """Measure between the ranks of `group`, which all call it at the same moment; the same result on each.
+class Receive(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> torch.Tensor:
+        """Block until the tensor is there, and return it."""
+
+
+class Transport(Protocol):
+    """What carries tensors between the ranks: the runtime's own."""
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Start sending and return."""
+
+    def post_receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, peer: int, tag: int
+    ) -> Receive:
+        """Announce a receive and return."""
+
+    def flush(self) -> None:
+        """Block until all own sends have completed."""
+
+
+def measure_links(
+    group: dist.ProcessGroup, transport: Transport, device: torch.device, hosts: Sequence[str]
+) -> LinkProfile:
+    """Measure how `transport` connects the ranks of `group`, which all call it at the same moment; the same result on
+    each.
 
     `hosts` names the host of each rank of the group. Takes well under a second on links of 1 Gb/s or more.
     """
     # Through gloo, tensors of a GPU travel as copies in the host's memory.
-    runner = _Runner(group, device if backend_of(group, device) == "nccl" else torch.device("cpu"))
+    runner = _Runner(group, transport, device if backend_of(group, device) == "nccl" else torch.device("cpu"))
     rounds = pairings(dist.get_world_size(group))
     runner.warm_up(rounds)
     own: list[tuple[float, float, float]] = [runner.measure(partners) for partners in rounds]
@@ -117,13 +145,13 @@ def _slowest(links: Sequence[LinkSpec]) -> LinkSpec:
 class _Runner:
     """One rank's part. Every rank goes through the same calls, with or without a partner."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, transport: Transport, device: torch.device) -> None:
         self.group = group
+        self.transport = transport
         self.device = device
         self.rank = dist.get_rank(group)
         self.sizes = _SIZES["cuda" if device.type == "cuda" else "cpu"]
         self.sent = torch.zeros(self.sizes[-1], dtype=torch.uint8, device=device)
-        self.received = torch.zeros_like(self.sent)
 
     def warm_up(self, rounds: Sequence[dict[int, int]]) -> None:
         """The first message between two ranks connects them."""
@@ -161,23 +189,24 @@ class _Runner:
 
     def exchange(self, peer: int, num_bytes: int) -> None:
         """Send and receive at once."""
-        sent, received = self.sent[:num_bytes], self.received[:num_bytes]
-        operations = [
-            dist.P2POp(dist.isend, sent, group=self.group, group_peer=peer, tag=_TAG),
-            dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer, tag=_TAG),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        receive = self.receive(peer, num_bytes)
+        self.transport.send(self.sent[:num_bytes], peer, _TAG)
+        receive.wait()
+        self.transport.flush()
 
     def ping(self, peer: int) -> None:
         """One byte there and back."""
-        sent, received = self.sent[:1], self.received[:1]
+        receive = self.receive(peer, 1)
         if self.rank < peer:
-            dist.send(sent, group=self.group, group_dst=peer, tag=_TAG)
-            dist.recv(received, group=self.group, group_src=peer, tag=_TAG)
+            self.transport.send(self.sent[:1], peer, _TAG)
+            receive.wait()
         else:
-            dist.recv(received, group=self.group, group_src=peer, tag=_TAG)
-            dist.send(sent, group=self.group, group_dst=peer, tag=_TAG)
+            receive.wait()
+            self.transport.send(self.sent[:1], peer, _TAG)
+        self.transport.flush()
+
+    def receive(self, peer: int, num_bytes: int) -> Receive:
+        return self.transport.post_receive((num_bytes,), torch.uint8, self.device, peer, _TAG)
 
     def timed(self, run: Callable[[], None]) -> float:
         start_s = time.perf_counter()

@@ -78,13 +78,15 @@ class MeshShape:
 class PipelineMesh:
     """The shape and its process groups; in every group, ranks are counted in world order.
 
-    `pipeline_group` carries tensors between the ranks of a pipeline, `pipeline_control_group` Python objects (gloo);
+    `pipeline_group` carries tensors between the ranks of a pipeline, `pipeline_reverse_group` those to lower ranks
+    where the backend would make the two directions wait for each other (nccl), `pipeline_control_group` Python objects;
     `replica_group` joins the same position of all pipelines; `world_control_group` (gloo) joins all ranks.
     With these groups, name peers by `group_src=`, `group_dst=`: global numbers mean pipelines to the script.
     """
 
     shape: MeshShape
     pipeline_group: dist.ProcessGroup
+    pipeline_reverse_group: dist.ProcessGroup
     pipeline_control_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
     world_control_group: dist.ProcessGroup
@@ -132,12 +134,15 @@ def build_mesh(pipeline_size: int | None) -> PipelineMesh:
     # Making a group is collective over the world: every rank makes all of them, in this order.
     pipelines = [shape.pipeline_ranks(index) for index in range(shape.num_pipelines)]
     data_groups = [dist.new_group(list(ranks)) for ranks in pipelines]
+    has_gpus = "nccl" in str(dist.get_backend_config(data_groups[shape.pipeline_index]))
+    reverse_groups = [dist.new_group(list(ranks)) for ranks in pipelines] if has_gpus else data_groups
     control_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in pipelines]
     replica_groups = [dist.new_group(list(shape.replica_ranks(rank))) for rank in range(shape.pipeline_size)]
     world_control_group = dist.new_group(backend="gloo")
     return PipelineMesh(
         shape=shape,
         pipeline_group=data_groups[shape.pipeline_index],
+        pipeline_reverse_group=reverse_groups[shape.pipeline_index],
         pipeline_control_group=control_groups[shape.pipeline_index],
         replica_group=replica_groups[shape.rank],
         world_control_group=world_control_group,
@@ -154,6 +159,7 @@ def use_pipelines_as_world(mesh: PipelineMesh) -> None:
     pipeline = shape.pipeline_ranks(shape.pipeline_index)
     for group, world_ranks in (
         (mesh.pipeline_group, pipeline),
+        (mesh.pipeline_reverse_group, pipeline),
         (mesh.pipeline_control_group, pipeline),
         (mesh.world_control_group, tuple(range(shape.world_size))),
     ):

@@ -26,11 +26,12 @@ from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.log import get_logger, set_rank, set_verbose
 from pfeife_accelerate.runtime import failure
+from pfeife_accelerate.runtime.connect import connect
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.mesh import MeshShape, PipelineMesh, build_mesh, use_pipelines_as_world
 from pfeife_accelerate.runtime.remote import ControlPlane
 from pfeife_accelerate.runtime.tensor_server import TooEarly
-from pfeife_accelerate.runtime.transport import DistributedTransport
+from pfeife_accelerate.runtime.transport import AbstractTransport
 from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
 from pfeife_accelerate.session.hand_changes import HandChanges
@@ -50,14 +51,21 @@ _MEETINGS = ("barrier", "settle", "settled", "load_state_dict")
 class Session:
     """What a process needs to take part in its pipeline."""
 
-    def __init__(self, plugin: PfeifePlugin, mesh: PipelineMesh, control: ControlPlane, device: torch.device) -> None:
+    def __init__(
+        self,
+        plugin: PfeifePlugin,
+        mesh: PipelineMesh,
+        control: ControlPlane,
+        transport: AbstractTransport,
+        device: torch.device,
+    ) -> None:
         self.plugin = plugin
         self.mesh = mesh
         self.process_id = os.getpid()
         self.control = control
         self.device = device
-        self.transport = DistributedTransport(mesh.pipeline_group, device)
-        self.executor = Executor(self.transport, device)
+        self.transport = transport
+        self.executor = Executor(transport, device)
         self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)
         self.conductor.in_barriers = self._in_barriers
         first = mesh.pipeline_index * mesh.pipeline_size
@@ -311,6 +319,7 @@ def start(plugin: PfeifePlugin, device: torch.device | None = None) -> Session:
                 hints=("pass the same options to every Accelerator of the script",),
             )
         return running
+    device = device or torch.device("cpu")
     mesh = build_mesh(plugin.pipeline_size)
     store = default_store()
     set_rank(mesh.world_rank, mesh.world_size)
@@ -318,10 +327,11 @@ def start(plugin: PfeifePlugin, device: torch.device | None = None) -> Session:
     control = ControlPlane.start(
         mesh.world_rank, mesh.world_size, store, process_variable("MASTER_ADDR") or "127.0.0.1", "pfeife"
     )
+    transport = connect(mesh, store, device)
     atexit.register(_leave_groups)  # runs after the guard's own handler, which waits for all ranks
     guard = failure.install(control, mesh.world_rank, mesh.world_size)
     use_pipelines_as_world(mesh)
-    session = Session(plugin, mesh, control, device or torch.device("cpu"))
+    session = Session(plugin, mesh, control, transport, device)
     guard.watch(lambda: session.waiting_for)
     _HOLDER.session = session
     _HOLDER.place = mesh.shape

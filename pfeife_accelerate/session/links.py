@@ -18,13 +18,14 @@ from pfeife_accelerate.cost.link_profile import LinkProfile, backend_of, hosts_o
 from pfeife_accelerate.cost.store import Store
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.runtime.mesh import PipelineMesh
+from pfeife_accelerate.runtime.transport import AbstractTransport
 
 _LOG = get_logger(__name__)
 _KEY = "links"
 
 
 def agree_on_links(
-    mesh: PipelineMesh, device: torch.device, folder: Path, *, is_wanted: bool = True
+    mesh: PipelineMesh, transport: AbstractTransport, device: torch.device, folder: Path, *, is_wanted: bool = True
 ) -> LinkProfile | None:
     """The links of the first pipeline, on world rank 0; None elsewhere, without a need, and for a single rank.
 
@@ -33,7 +34,7 @@ def agree_on_links(
     if mesh.pipeline_size == 1:
         return None
     hosts = hosts_of(mesh.world_control_group)
-    store, known = _store(folder, mesh, device, hosts), None
+    store, known = _store(folder, mesh, transport, device, hosts), None
     if mesh.world_rank == 0 and is_wanted:
         known = store.read().get(_KEY)
     must_measure = torch.tensor([is_wanted and known is None])
@@ -41,7 +42,7 @@ def agree_on_links(
     if not bool(must_measure):
         return known
     first = mesh.pipeline_index * mesh.pipeline_size
-    found = measure_links(mesh.pipeline_group, device, hosts[first : first + mesh.pipeline_size])
+    found = measure_links(mesh.pipeline_group, transport, device, hosts[first : first + mesh.pipeline_size])
     if mesh.world_rank != 0:
         return None
     store.add({_KEY: found})
@@ -49,9 +50,12 @@ def agree_on_links(
     return found
 
 
-def _store(folder: Path, mesh: PipelineMesh, device: torch.device, hosts: tuple[str, ...]) -> Store[LinkProfile]:
+def _store(
+    folder: Path, mesh: PipelineMesh, transport: AbstractTransport, device: torch.device, hosts: tuple[str, ...]
+) -> Store[LinkProfile]:
     subject = {
         "backend": backend_of(mesh.pipeline_group, device),
+        "transport": type(transport).__name__,
         "hosts": hashlib.sha256(" ".join(hosts).encode()).hexdigest()[:16],
         "device": device_name(device),
         "torch": torch.__version__,

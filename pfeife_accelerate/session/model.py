@@ -140,7 +140,8 @@ class PipelinedModel:
     def _plan(self, call: Call) -> None:
         mesh, self.states = self.session.mesh, self.capture.states()
         kept = partial(training_state, self.session.optimizers.known, self.states)
-        plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device, kept))
+        plan = agree_on_plan(self.session.plugin, mesh, self.session.transport, call, self.device, kept)
+        plan = self.session.follow_plan(plan)
         self.placement = Placement(stages_of_states(call.graph, plan.cuts), plan.stage_ranks, self.states, mesh.rank)
         self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
         self.programs = ProgramCache(plan.schedule, mesh.rank)

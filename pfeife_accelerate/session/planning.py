@@ -18,6 +18,7 @@ from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import DeviceSpec, PipelinePlan, from_json, to_json
 from pfeife_accelerate.runtime.mesh import PipelineMesh
+from pfeife_accelerate.runtime.transport import AbstractTransport
 from pfeife_accelerate.schedule import lower, messages_between
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.links import agree_on_links
@@ -29,7 +30,12 @@ _NO_DEVICE = DeviceSpec(name="", memory_bytes=0, flops_per_s=(), bytes_per_s=1.0
 
 
 def agree_on_plan(
-    plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device, state: TrainingState
+    plugin: PfeifePlugin,
+    mesh: PipelineMesh,
+    transport: AbstractTransport,
+    call: Call,
+    device: torch.device,
+    state: TrainingState,
 ) -> PipelinePlan:
     """The plan that all ranks of the launch will follow; `state` tells what training keeps of each parameter.
 
@@ -41,7 +47,7 @@ def agree_on_plan(
         if plan is None and plugin.plan_cache:
             cache = PlanCache(cache_folder(plugin) / "plans", _question(plugin, mesh, call, device, state))
             plan = cache.read(partial(_check, mesh, call, cache.path))
-    links = agree_on_links(mesh, device, cache_folder(plugin), is_wanted=plan is None)
+    links = agree_on_links(mesh, transport, device, cache_folder(plugin), is_wanted=plan is None)
     text = ""
     if mesh.world_rank == 0:
         if plan is None:

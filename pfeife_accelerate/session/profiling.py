@@ -27,7 +27,7 @@ def profile_and_leave(model: PipelinedModel, call: Call, file: str) -> NoReturn:
     """Write the cost file of this training call and end the script; every rank of the launch calls it."""
     session = model.session
     plugin, mesh = session.plugin, session.mesh
-    links = agree_on_links(mesh, model.device, cache_folder(plugin))
+    links = agree_on_links(mesh, model.session.transport, model.device, cache_folder(plugin))
     if mesh.world_rank == 0:
         rows = rows_of(call, candidates(plugin, call, mesh.pipeline_size)[0])
         graph = to_op_graph(call.graph, call.micro_bindings(rows))

@@ -20,6 +20,8 @@ import json, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from pfeife_accelerate.cost.link_profile import hosts_of, measure_links
+from pfeife_accelerate.compat import default_store
+from pfeife_accelerate.runtime.connect import connect
 from pfeife_accelerate.runtime.mesh import build_mesh
 from pfeife_accelerate.session.links import agree_on_links
 import pfeife_accelerate.session.links as links
@@ -27,17 +29,18 @@ import pfeife_accelerate.session.links as links
 dist.init_process_group("gloo")
 rank, cpu = dist.get_rank(), torch.device("cpu")
 mesh = build_mesh(None)
+transport = connect(mesh, default_store(), cpu)
 calls = []
 links.measure_links = lambda *rest: calls.append(1) or measure_links(*rest)
 dist.barrier()
 start_s = time.perf_counter()
-first = agree_on_links(mesh, cpu, Path(sys.argv[1]))
+first = agree_on_links(mesh, transport, cpu, Path(sys.argv[1]))
 took_s = time.perf_counter() - start_s
-again = agree_on_links(mesh, cpu, Path(sys.argv[1]))
-unwanted = agree_on_links(mesh, cpu, Path(sys.argv[1]) / "other", is_wanted=rank != 0)
+again = agree_on_links(mesh, transport, cpu, Path(sys.argv[1]))
+unwanted = agree_on_links(mesh, transport, cpu, Path(sys.argv[1]) / "other", is_wanted=rank != 0)
 hosts = hosts_of(dist.group.WORLD)
 assert len(set(hosts)) == 1 and len(hosts) == 3
-apart = measure_links(mesh.pipeline_group, cpu, ("a", "b", "b"))  # as if on two hosts
+apart = measure_links(mesh.pipeline_group, transport, cpu, ("a", "b", "b"))  # as if on two hosts
 assert (first is not None) == (rank == 0) and again == first and unwanted is None
 print("ok", json.dumps([rank, len(calls), took_s]), flush=True)
 if rank == 0:

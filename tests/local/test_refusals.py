@@ -17,9 +17,9 @@ from pfeife_accelerate.integration import training
 from pfeife_accelerate.integration.activation import activate
 from pfeife_accelerate.ir import Action, ActionKind, ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.runtime.executor import Executor
+from pfeife_accelerate.runtime.local_transport import LocalTransport
 from pfeife_accelerate.runtime.mesh import build_mesh
 from pfeife_accelerate.runtime.step import StepState
-from pfeife_accelerate.runtime.transport import LocalTransport
 from pfeife_accelerate.schedule import build
 from pfeife_accelerate.session.call import Progress
 from pfeife_accelerate.session.conductor import Announcement, Conductor

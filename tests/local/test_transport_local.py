@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.runtime.transport import AbstractTransport, LocalTransport
+from pfeife_accelerate.runtime.local_transport import LocalTransport
+from pfeife_accelerate.runtime.transport import AbstractTransport
 
 pytestmark = [pytest.mark.local, pytest.mark.timeout(60)]
 
