@@ -30,9 +30,9 @@ class WholeValues:
 
     values: tuple[Any, ...]
     trainable: tuple[torch.Tensor, ...] = ()
-    places: dict[tuple[Window, Rows], torch.Tensor] = field(default_factory=dict)
-    """Positions in a window of the items that a micro-batch has, as far as they have been asked for in this step."""
-    lasting: dict[tuple[Window, Rows], torch.Tensor] = field(default_factory=dict)
+    known: Known = field(default_factory=lambda: Known())
+    """What has been worked out in this step."""
+    lasting: Known = field(default_factory=lambda: Known())
     """The same for windows that do not change from step to step."""
 
     def groups(self, window: Window) -> torch.Tensor:
@@ -42,12 +42,31 @@ class WholeValues:
 
     def inside(self, window: Window, rows: Rows) -> torch.Tensor:
         """Positions in the window of the items that the micro-batch has."""
-        known = self.lasting if window.picks is None else self.places
+        known = self._known(window).positions
         if (window, rows) not in known:
             groups = self.groups(window)
             inside = (groups >= rows.start) & (groups < rows.start + rows.count)
             known[window, rows] = inside.nonzero().flatten()
         return known[window, rows]
+
+    def places(self, window: Window, rows: Rows, entries: int) -> Places:
+        """Where those items are in a dimension that has `entries` for each item of the window."""
+        known = self._known(window).places
+        key = window, rows, entries
+        if key not in known:
+            known[key] = _as_places(self.inside(window, rows), entries)
+        return known[key]
+
+    def _known(self, window: Window) -> Known:
+        return self.lasting if window.picks is None else self.known
+
+
+@dataclass(frozen=True)
+class Known:
+    """Of micro-batches and windows: positions in the window, and places in a dimension of so many entries an item."""
+
+    positions: dict[tuple[Window, Rows], torch.Tensor] = field(default_factory=dict)
+    places: dict[tuple[Window, Rows, int], Places] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +116,7 @@ class CutOperand:
 
     def of(self, whole: WholeValues, rows: Rows) -> Any:
         """The operand for one micro-batch."""
-        places = _as_places(whole.inside(self.state.window, rows), self.state.rows)
+        places = whole.places(self.state.window, rows, self.state.rows)
         return taken(whole.values[self.index], self.state.dim, places)
 
 
@@ -110,7 +129,7 @@ class InsideOperand:
 
     def of(self, whole: WholeValues, rows: Rows) -> Places:
         """The operand for one micro-batch."""
-        return _as_places(whole.inside(self.window, rows), self.rows)
+        return whole.places(self.window, rows, self.rows)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ micro-batch's shapes, never sent. Parameters, buffers and the call's inputs are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,17 @@ from pfeife_accelerate.capture.nodes import inputs_of, mutates
 from pfeife_accelerate.capture.stage import is_size, make_stage
 from pfeife_accelerate.ir.program import InputKind, StageProgram, ValueInfo
 
+_MOST_KNOWN = 256
+"""Micro-batches' shapes that are kept: of a few sizes of micro-batch at each of many sequence lengths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Of one micro-batch: the numbers that stages take as arguments, and the values that leave their stage."""
+
+    sizes: Mapping[str, Any]
+    values: Mapping[str, ValueInfo]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagedGraph:
@@ -27,6 +38,16 @@ class StagedGraph:
     stages: tuple[StageProgram, ...]
     producer_of: Mapping[str, int]
     readers_of: Mapping[str, tuple[int, ...]]
+    _known: dict[tuple[tuple[Any, int], ...], Shapes] = field(default_factory=dict, repr=False, compare=False)
+
+    def shapes(self, bindings: Mapping[Any, int]) -> Shapes:
+        """All sizes and shapes of a micro-batch whose size symbols have these values; worked out once."""
+        key = tuple(bindings.items())
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = Shapes(sizes=self.sizes(bindings), values=self.values(bindings))
+        return self._known[key]
 
     def sizes(self, bindings: Mapping[Any, int]) -> dict[str, Any]:
         """Values of all SIZE arguments for a micro-batch whose size symbols have these values."""

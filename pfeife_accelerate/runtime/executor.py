@@ -7,14 +7,14 @@ needs them.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
 
 from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Action, ActionKind
-from pfeife_accelerate.ir.program import InputKind
+from pfeife_accelerate.ir.program import InputKind, StageProgram
 from pfeife_accelerate.ir.seeds import derived_seed
 from pfeife_accelerate.runtime.step import MessageValues, MicrobatchInputs, RankProgram, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
@@ -38,6 +38,21 @@ class Executor:
         self.transport.flush()
 
 
+class _Stage:
+    """A stage at work in one step: its program, with the arguments that are the same for all micro-batches in place."""
+
+    __slots__ = ("arguments", "forgets", "open", "outputs", "run")
+
+    def __init__(self, program: StageProgram, states: Mapping[str, torch.Tensor], extra: Iterable[str]) -> None:
+        self.run = program.run
+        self.outputs = program.outputs
+        self.arguments = [states[i.name] if i.kind is InputKind.STATE else None for i in program.inputs]
+        self.open = [(n, i.kind, i.name) for n, i in enumerate(program.inputs) if i.kind is not InputKind.STATE]
+        """Position, kind and name of the arguments that differ."""
+        self.forgets = {*extra, *(i.name for i in program.inputs if i.kind is InputKind.VALUE)}
+        """Values that it reads, and needs no more afterwards."""
+
+
 class _Run:
     def __init__(self, executor: Executor, program: RankProgram, inputs: StepInputs, state: StepState) -> None:
         self.transport = executor.transport
@@ -49,49 +64,61 @@ class _Run:
         self.pending_gradients: dict[tuple[int, int], list[tuple[str, PendingReceive]]] = {}
         self.readers = program.readers
         self.left: dict[tuple[str, int], set[int]] = {}
-        backward = {a.stage for a in program.actions if a.kind is ActionKind.BACKWARD}
-        self.will_go_back = inputs.training or bool(backward)
+        self.stages = {
+            stage: _Stage(made, inputs.states, program.loss_values if stage == program.loss_stage else ())
+            for stage, made in program.stages.items()
+        }
+        self.autocast = torch.autocast(*inputs.autocast) if inputs.autocast else None
 
     def run(self) -> None:
-        for action in self.program.actions:
-            match action.kind:
-                case ActionKind.FORWARD:
-                    self.forward(action.stage, action.microbatch)
-                case ActionKind.BACKWARD:
-                    self.backward(action.stage, action.microbatch)
-                case ActionKind.SEND_F:
-                    self.send_values(action)
-                case ActionKind.RECV_F:
-                    self.post_values(action)
-                case ActionKind.SEND_B:
-                    self.send_gradients(action)
-                case ActionKind.RECV_B:
-                    self.post_gradients(action)
-                case ActionKind.INPUT_GRADIENT | ActionKind.WEIGHT_GRADIENT:
-                    raise InternalError(id="PF423", what=f"{action}: split backward is not executed by this version")
-                case _:
-                    assert_never(action.kind)
+        with torch.set_grad_enabled(self.inputs.training):
+            for action in self.program.actions:
+                self.perform(action)
+
+    def perform(self, action: Action) -> None:
+        match action.kind:
+            case ActionKind.FORWARD:
+                self.forward(action.stage, action.microbatch)
+            case ActionKind.BACKWARD:
+                self.backward(action.stage, action.microbatch)
+            case ActionKind.SEND_F:
+                self.send_values(action)
+            case ActionKind.RECV_F:
+                self.post_values(action)
+            case ActionKind.SEND_B:
+                self.send_gradients(action)
+            case ActionKind.RECV_B:
+                self.post_gradients(action)
+            case ActionKind.INPUT_GRADIENT | ActionKind.WEIGHT_GRADIENT:
+                raise InternalError(id="PF423", what=f"{action}: split backward is not executed by this version")
+            case _:
+                assert_never(action.kind)
 
     # -------------------------------------------------------------------------------------------- compute
 
     def forward(self, stage: int, microbatch: int) -> None:
-        program, data = self.program.stages[stage], self.inputs.microbatches[microbatch]
-        arguments = [self.argument(kind.kind, kind.name, data) for kind in program.inputs]
-        training = self.inputs.training
-        with torch.set_grad_enabled(training), self.autocast():
-            results = dict(zip(program.outputs, program.run(*arguments), strict=True))
+        work, data = self.stages[stage], self.inputs.microbatches[microbatch]
+        arguments = work.arguments.copy()
+        for position, kind, name in work.open:
+            arguments[position] = self.argument(kind, name, data)
+        if self.autocast is None:  # around every stage as the script has it around the whole model
+            made = work.run(*arguments)
+        else:
+            with self.autocast:
+                made = work.run(*arguments)
         del arguments
+        results = list(zip(work.outputs, made, strict=True))
         values = self.state.values[microbatch]
-        for name, result in results.items():
+        for name, result in results:
             if self.inputs.keep(name):
                 self.state.kept.setdefault(name, {})[microbatch] = result.detach()
             if name in self.readers:
-                wants_grad = training and data.values[name].requires_grad
+                wants_grad = self.inputs.training and data.values[name].requires_grad
                 values[name] = result.detach().requires_grad_(wants_grad)
-        self.state.outputs[stage, microbatch] = list(results.items())
+        self.state.outputs[stage, microbatch] = results
         if stage == self.program.loss_stage and self.program.loss_values:
-            self.loss(data, results)
-        if not training:
+            self.loss(data, dict(results))
+        if not self.inputs.training:
             self.forget(stage, microbatch)
 
     def loss(self, data: MicrobatchInputs, results: dict[str, torch.Tensor]) -> None:
@@ -106,16 +133,16 @@ class _Run:
 
     def argument(self, kind: InputKind, name: str, data: MicrobatchInputs) -> Any:
         match kind:
-            case InputKind.STATE:
-                return self.inputs.states[name]
+            case InputKind.VALUE:
+                return self.value(name, data)
             case InputKind.MODEL_INPUT:
                 return data.arguments[name]
             case InputKind.SIZE:
                 return data.sizes[name]
             case InputKind.SEED:
                 return derived_seed(self.inputs.seed, data.rows.index)
-            case InputKind.VALUE:
-                return self.value(name, data)
+            case InputKind.STATE:
+                return self.inputs.states[name]
             case _:
                 assert_never(kind)
 
@@ -129,6 +156,13 @@ class _Run:
         return values[name]
 
     def backward(self, stage: int, microbatch: int) -> None:
+        roots, gradients = self.roots(stage, microbatch)
+        if roots:
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+        self.forget(stage, microbatch)
+
+    def roots(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """What a backward starts from: the loss, and results with the gradients that have come for them."""
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
         if stage == self.program.loss_stage and microbatch in self.state.losses:
@@ -140,9 +174,7 @@ class _Run:
             if gradient is not None and output.requires_grad:
                 roots.append(output)
                 gradients.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
-        self.forget(stage, microbatch)
+        return roots, gradients
 
     def incoming_gradients(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
         """For each result of the stage, the sum of the gradients from all its readers."""
@@ -172,10 +204,7 @@ class _Run:
     def forget(self, stage: int, microbatch: int) -> None:
         """Free what no later action of this rank reads. What gradients are sent or handed over for stays until then."""
         values = self.state.values[microbatch]
-        read = {i.name for i in self.program.stages[stage].inputs if i.kind is InputKind.VALUE}
-        if stage == self.program.loss_stage:
-            read.update(self.program.loss_values)
-        for name in read:
+        for name in self.stages[stage].forgets:
             if name in values and not values[name].requires_grad:
                 # The stages of a rank may come in any order; after this they need the value no more.
                 left = self.left.setdefault((name, microbatch), set(self.readers[name]))
@@ -224,12 +253,6 @@ class _Run:
         """What a transfer carries."""
         assert action.reader is not None
         return self.program.messages[action.stage, action.reader]
-
-    # -------------------------------------------------------------------------------------------- surroundings
-
-    def autocast(self) -> Any:
-        """The mixed precision the script asked for, around every stage as it would be around the whole model."""
-        return torch.autocast(*self.inputs.autocast) if self.inputs.autocast else nullcontext()
 
 
 def _tag(action: Action, value: int, direction: int) -> int:

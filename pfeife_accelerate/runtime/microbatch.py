@@ -5,6 +5,7 @@ Models: whole groups of rows (see `RowGroups`), sizes that differ by at most one
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class Microbatch:
         return self.num_groups * self.groups.rows_per_group
 
 
+@functools.lru_cache(maxsize=64)
 def divide(rows: int, num_microbatches: int, groups: RowGroups = CONTIGUOUS) -> tuple[Microbatch, ...]:
     """Divide `rows` into `num_microbatches` micro-batches, or into one a group if there are fewer groups than that."""
     total = groups.number(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,7 +72,7 @@ class StepInputs:
     `seed` is the call's, from which those of its micro-batches and random operations are derived.
     """
 
-    microbatches: tuple[MicrobatchInputs, ...]
+    microbatches: Sequence[MicrobatchInputs]
     states: Mapping[str, torch.Tensor]
     training: bool
     autocast: tuple[str, torch.dtype] | None = None

@@ -92,4 +92,5 @@ def whole_batch_loss(
 
 
 def _times(loss: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    return loss.sum() if gradient is None else (loss * gradient.to(loss.device)).sum()
+    weighted = loss if gradient is None else loss * gradient.to(loss.device)
+    return weighted if weighted.dim() == 0 else weighted.sum()

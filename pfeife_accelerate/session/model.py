@@ -131,17 +131,16 @@ class PipelinedModel:
     def _all_make_it(self, training: bool) -> bool:
         """Whether all ranks' scripts make this first call, which they capture and plan together."""
         session = self.session
-        if self.conductor.meet(training=training, run=session.run, serve_demand=session.serve_demand):
-            return True
-        if training:
+        is_joint = self.conductor.meet(training=training, run=session.run, serve_demand=session.serve_demand)
+        if training and not is_joint:
             raise lonely_training_call()
-        return False
+        return is_joint
 
     def _plan(self, call: Call) -> None:
         mesh, self.states = self.session.mesh, self.capture.states()
         kept = partial(training_state, self.session.optimizers.known, self.states)
-        plan = agree_on_plan(self.session.plugin, mesh, self.session.transport, call, self.device, kept)
-        plan = self.session.follow_plan(plan)
+        agreed = agree_on_plan(self.session.plugin, mesh, self.session.transport, call, self.device, kept)
+        plan = self.session.follow_plan(agreed)
         self.placement = Placement(stages_of_states(call.graph, plan.cuts), plan.stage_ranks, self.states, mesh.rank)
         self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
         self.programs = ProgramCache(plan.schedule, mesh.rank)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -22,10 +22,8 @@ def step_inputs(
 ) -> StepInputs:
     """Everything the executor needs for this call; the loss and gradients are added for each schedule."""
     demanded, conductor = model.conductor.demanded(call), model.conductor
-    with torch.set_grad_enabled(training):  # arguments that need a gradient get it through their parts
-        microbatches = tuple(_microbatch(call, rows) for rows in divide(call.batch_size, num_microbatches, groups))
     return StepInputs(
-        microbatches=microbatches,
+        microbatches=_Microbatches(call, divide(call.batch_size, num_microbatches, groups)),
         states=model.states,
         training=training,
         autocast=call.autocast,
@@ -34,20 +32,60 @@ def step_inputs(
     )
 
 
-def _microbatch(call: Call, rows: Microbatch) -> MicrobatchInputs:
-    arguments: dict[str, Any] = {}
-    for placeholder in call.graph.placeholders:
-        if placeholder.kind is not PlaceholderKind.INPUT:
-            continue
-        value = call.arguments[placeholder.index]
-        dim = call.graph.batch_dim(placeholder.example)
-        if dim is not None:
-            value = take(value, dim, rows)
-        arguments[str(placeholder.index)] = value
-    bindings = call.micro_bindings(rows.count)
-    return MicrobatchInputs(
-        rows=rows, arguments=arguments, sizes=call.staged.sizes(bindings), values=call.staged.values(bindings)
-    )
+class _Microbatches(Sequence[MicrobatchInputs]):
+    """A call's micro-batches, each made when it is first asked for: the first operation need not wait for the last."""
+
+    def __init__(self, call: Call, rows: tuple[Microbatch, ...]) -> None:
+        self._call = call
+        self._rows = rows
+        self._batch_dims: dict[str, int | None] = {}
+        self._made: dict[int, MicrobatchInputs] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> MicrobatchInputs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[MicrobatchInputs]: ...
+
+    def __getitem__(self, index: int | slice) -> MicrobatchInputs | Sequence[MicrobatchInputs]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        made = self._made.get(index)
+        if made is None:
+            call, rows = self._call, self._rows[index]
+            shapes = call.staged.shapes(call.micro_bindings(rows.count))
+            made = self._made[index] = MicrobatchInputs(
+                rows=rows,
+                arguments=_Parts(call, rows, self._batch_dims),
+                sizes=shapes.sizes,
+                values=shapes.values,
+            )
+        return made
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class _Parts(dict[str, Any]):
+    """A micro-batch's part of the call's arguments, each cut when a stage first reads it."""
+
+    def __init__(self, call: Call, rows: Microbatch, batch_dims: dict[str, int | None]) -> None:
+        super().__init__()
+        self._call = call
+        self._rows = rows
+        self._batch_dims = batch_dims
+
+    def __missing__(self, name: str) -> Any:
+        value, dim = self._call.arguments[int(name)], self._batch_dim(name)
+        part = self[name] = value if dim is None else take(value, dim, self._rows)
+        return part
+
+    def _batch_dim(self, name: str) -> int | None:
+        if name not in self._batch_dims:
+            graph, index = self._call.graph, int(name)
+            placeholders = (p for p in graph.placeholders if p.kind is PlaceholderKind.INPUT and p.index == index)
+            self._batch_dims[name] = graph.batch_dim(next(placeholders).example)
+        return self._batch_dims[name]
 
 
 def output_gradients(call: Call, gradients: Mapping[str, torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
