@@ -2,7 +2,8 @@
 
 Training, evaluation and the two halves of the exact two-phase order differ in their lists alone. Receives are posted
 where the list says and awaited where a stage needs them; sends never block. Values are freed as soon as no action
-needs them.
+needs them. A stage that recomputes runs twice: without gradients when its forward is due, with them before its
+backward.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from pfeife_accelerate.errors import InternalError, assert_never
+from pfeife_accelerate.errors import assert_never
 from pfeife_accelerate.ir.actions import Action, ActionKind
 from pfeife_accelerate.ir.program import InputKind
 from pfeife_accelerate.ir.seeds import derived_seed
@@ -49,16 +50,22 @@ class _Run:
         self.pending_gradients: dict[tuple[int, int], list[tuple[str, PendingReceive]]] = {}
         self.readers = program.readers
         self.left: dict[tuple[str, int], set[int]] = {}
-        backward = {a.stage for a in program.actions if a.kind is ActionKind.BACKWARD}
-        self.will_go_back = inputs.training or bool(backward)
+        self.first_run: tuple[int, int] | None = None
 
     def run(self) -> None:
         for action in self.program.actions:
+            if action.kind.is_compute:
+                self.let_go()
             match action.kind:
                 case ActionKind.FORWARD:
                     self.forward(action.stage, action.microbatch)
                 case ActionKind.BACKWARD:
                     self.backward(action.stage, action.microbatch)
+                    self.state.finish_weight_gradients(action.stage, action.microbatch)
+                case ActionKind.INPUT_GRADIENT:
+                    self.backward(action.stage, action.microbatch)
+                case ActionKind.WEIGHT_GRADIENT:
+                    self.state.finish_weight_gradients(action.stage, action.microbatch)
                 case ActionKind.SEND_F:
                     self.send_values(action)
                 case ActionKind.RECV_F:
@@ -67,19 +74,23 @@ class _Run:
                     self.send_gradients(action)
                 case ActionKind.RECV_B:
                     self.post_gradients(action)
-                case ActionKind.INPUT_GRADIENT | ActionKind.WEIGHT_GRADIENT:
-                    raise InternalError(id="PF423", what=f"{action}: split backward is not executed by this version")
                 case _:
                     assert_never(action.kind)
+        self.let_go()
 
     # -------------------------------------------------------------------------------------------- compute
 
     def forward(self, stage: int, microbatch: int) -> None:
         program, data = self.program.stages[stage], self.inputs.microbatches[microbatch]
-        arguments = [self.argument(kind.kind, kind.name, data) for kind in program.inputs]
+        arguments = self.arguments(stage, data)
         training = self.inputs.training
-        with torch.set_grad_enabled(training), self.autocast():
-            results = dict(zip(program.outputs, program.run(*arguments), strict=True))
+        repetition = program.repetition if training else None
+        if repetition is not None:
+            self.state.before[stage, microbatch] = {i: arguments[i].clone() for i in repetition.changing}
+            self.first_run = stage, microbatch
+        run = program.run if repetition is None else repetition.forward
+        with torch.set_grad_enabled(training and repetition is None), self.autocast():
+            results = dict(zip(program.outputs, run(*arguments), strict=True))
         del arguments
         values = self.state.values[microbatch]
         for name, result in results.items():
@@ -90,21 +101,48 @@ class _Run:
                 values[name] = result.detach().requires_grad_(wants_grad)
         self.state.outputs[stage, microbatch] = list(results.items())
         if stage == self.program.loss_stage and self.program.loss_values:
-            self.loss(data, results)
+            self.loss(data, results, is_final=repetition is None)
         if not training:
             self.forget(stage, microbatch)
 
-    def loss(self, data: MicrobatchInputs, results: dict[str, torch.Tensor]) -> None:
-        """The micro-batch's loss; without one (first half of the exact order), keep what it will be computed from."""
+    def let_go(self) -> None:
+        """A first run's results have left: its second run makes them again."""
+        if self.first_run is not None:
+            del self.state.outputs[self.first_run]
+            self.first_run = None
+
+    def run_again(self, stage: int, microbatch: int) -> None:
+        """The second run of a stage that recomputes its activations, on the same arguments; others have run."""
+        before = self.state.before.pop((stage, microbatch), None)
+        if before is None:
+            return
+        program, data = self.program.stages[stage], self.inputs.microbatches[microbatch]
+        arguments = self.arguments(stage, data)
+        for position, value in before.items():
+            arguments[position] = value
+        with torch.enable_grad(), self.autocast():
+            results = dict(zip(program.outputs, program.run(*arguments), strict=True))
+        self.state.outputs[stage, microbatch] = list(results.items())
+        if stage == self.program.loss_stage and self.inputs.loss is not None and self.program.loss_values:
+            self.loss(data, results, is_final=True)
+
+    def loss(self, data: MicrobatchInputs, results: dict[str, torch.Tensor], *, is_final: bool) -> None:
+        """The micro-batch's loss; without one (first half of the exact order), keep what it will be computed from.
+
+        Results that are not final will be computed again, and the loss from those.
+        """
         read = {n: results[n] if n in results else self.value(n, data) for n in self.program.loss_values}
         for name, value in read.items():
             if self.inputs.loss is None or self.inputs.keep(name):
                 self.state.kept.setdefault(name, {})[data.rows.index] = value.detach()
-        if self.inputs.loss is not None:
+        if self.inputs.loss is not None and is_final:
             with torch.enable_grad():
                 self.state.losses[data.rows.index] = self.inputs.loss.forward(data.rows, read)
 
-    def argument(self, kind: InputKind, name: str, data: MicrobatchInputs) -> Any:
+    def arguments(self, stage: int, data: MicrobatchInputs) -> list[Any]:
+        return [self.argument(kind.kind, kind.name, stage, data) for kind in self.program.stages[stage].inputs]
+
+    def argument(self, kind: InputKind, name: str, stage: int, data: MicrobatchInputs) -> Any:
         match kind:
             case InputKind.STATE:
                 return self.inputs.states[name]
@@ -116,6 +154,8 @@ class _Run:
                 return derived_seed(self.inputs.seed, data.rows.index)
             case InputKind.VALUE:
                 return self.value(name, data)
+            case InputKind.LATER:
+                return self.state.weight_gradients_of(stage, data.rows.index) if self.inputs.training else None
             case _:
                 assert_never(kind)
 
@@ -129,6 +169,7 @@ class _Run:
         return values[name]
 
     def backward(self, stage: int, microbatch: int) -> None:
+        self.run_again(stage, microbatch)
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
         if stage == self.program.loss_stage and microbatch in self.state.losses:
