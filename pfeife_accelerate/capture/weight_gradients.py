@@ -206,8 +206,7 @@ def _add_gradients(rows: torch.Tensor, value: torch.Tensor, parameters: tuple[to
 
 
 def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """As autograd accumulates: in place; the first one is taken as it is where it lies in memory as the parameter does.
-    """
+    """As autograd accumulates: in place; the first one is taken as it is if it lies in memory as the parameter does."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is not None:
         parameter.grad += gradient

@@ -71,7 +71,7 @@ class Slices:
         again = self.forward_s * repeats
         if not self.problem.is_split:
             return (halves[0] + halves[1] + again,)
-        # What the first half computed again is not kept for the second, which may come much later: nothing is left to it.
+        # What the first half computed again is not kept for the second, which may come much later: it has all the work.
         return halves[0] + again + halves[1] * repeats, halves[1] * ~repeats
 
     @cached_property
