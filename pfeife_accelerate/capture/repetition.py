@@ -1,7 +1,7 @@
 """Whether a stage may run twice on one micro-batch, and which of what it reads must be as before the second time.
 
 Models: buffers and arguments of the call that any operation of the model changes in place, here or in another stage,
-for this micro-batch or the next; generators that the model gives to an operation.
+for this micro-batch or the next.
 Ignores: state that an operator of another library keeps to itself.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
@@ -30,11 +29,8 @@ def changing_reads(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> frozenset[
 def is_repeatable(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> bool:
     """Whether a second run, given copies of what changes, computes the same as the first.
 
-    It would not if a copy were to receive a gradient, if two of what changes share memory, or if random numbers came
-    from a generator that goes on.
+    It would not if a copy were to receive a gradient, or if two of what changes shared memory.
     """
-    if any(isinstance(value, torch.Generator) for node in nodes for value in _given(graph, node)):
-        return False
     changed = _changed(graph)
     constants = {read for node in nodes for read in inputs_of(node) if read.op == "get_attr"}
     if any(changed.intersection(storage_id(t) for t in tensors_in(graph.constant(read))) for read in constants):
@@ -50,14 +46,6 @@ def is_repeatable(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> bool:
 
 def _changed(graph: CapturedGraph) -> frozenset[int]:
     return frozenset(s for node in graph.ops if (target := mutates(node)) is not None for s in _storages(target))
-
-
-def _given(graph: CapturedGraph, node: fx.Node) -> list[object]:
-    """Arguments of an operation that are no tensors, with those behind attributes of the graph."""
-    found: list[object] = [*node.args, *node.kwargs.values()]
-    for read in inputs_of(node):
-        found.append(graph.constant(read) if read.op == "get_attr" else read.meta.get("example_value"))
-    return found
 
 
 def _is_buffer(graph: CapturedGraph, node: fx.Node) -> bool:

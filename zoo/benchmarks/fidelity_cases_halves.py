@@ -14,11 +14,12 @@ _SAME: dict[str, object] = {}
 #: The case whose body is run anew, what is put into its options, how its plan is turned, ranks, whether it is slow.
 _RUNS = (
     ("loss_divided_by_accumulation_steps", _ZB_H1, "", 2, False),
-    ("rows_of_conditions_compared", _ZB_V, "", 2, False),
+    ("rows_of_conditions_compared", _ZB_V, "", 2, True),
     ("batch_norm_in_training_mode", _SAME, "recomputed", 2, False),
     ("contrastive", _ZB_H1, "half_recomputed", 2, False),
-    ("short_last_batch", _ZB_V, "half_recomputed", 3, False),
+    ("short_last_batch", _ZB_V, "half_recomputed", 3, True),
     ("autocast_bfloat16", _ZB_H1, "", 2, False),
+    ("short_last_batch", _ZB_H1, "", 3, False),
     ("vit-float32-gpipe-4", _ZB_H1, "", 2, True),
     ("vit-float32-gpipe-4", _LISTED, "", 2, True),
     ("resnet-float32-1f1b-4", _ZB_V, "", 2, True),
