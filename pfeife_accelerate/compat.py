@@ -147,6 +147,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     return under_transforms(tensor).untyped_storage()._cdata
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether anything was registered by `register_hook` or `register_post_accumulate_grad_hook`.
+
+    torch 2.1 - 2.14: `Tensor._backward_hooks` and `Tensor._post_accumulate_grad_hooks`; None or empty without hooks.
+    """
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def mark_batch_dynamic(tensor: torch.Tensor, dim: int = 0) -> None:
     """Ask Dynamo for a symbolic size in a dimension unless the code fixes it (torch 2.1 to 2.14)."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

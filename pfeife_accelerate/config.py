@@ -34,7 +34,9 @@ __all__ = [
 SECTION: Final = "pfeife_config"
 PREFIX: Final = "PFEIFE_"
 ENABLED_VARIABLE: Final = "PFEIFE_ENABLED"
-SCHEDULES: Final = ("auto", "gpipe", "1f1b", "looped", "interleaved", "wave", "list")
+SCHEDULES: Final = ("auto", "gpipe", "1f1b", "looped", "interleaved", "wave", "zb-h1", "zb-v", "list")
+BACKWARD: Final = ("whole", "split")
+RECOMPUTE: Final = ("none", "auto")
 ON_CAPTURE_FAILURE: Final = ("fallback", "error")
 ON_LOSS_MISMATCH: Final = ("fallback", "error")
 
@@ -59,8 +61,8 @@ class PfeifePlugin:
     """Pieces that a batch is cut into. None: chosen by the planner. More pieces, less idle time, smaller operations."""
 
     schedule: str = field(default="auto", metadata={"kind": "choice", "choices": SCHEDULES})
-    """Order of the pieces: "gpipe" (all forwards first: most memory), "1f1b", "looped" (several stages a rank);
-    "auto" lets the planner choose."""
+    """Order of the pieces: "gpipe" (all forwards first: most memory), "1f1b", "looped" (several stages a rank),
+    "zb-h1" (1f1b with the gradients of weights in the gaps); "auto" lets the planner choose."""
 
     num_loops: int | None = field(default=None, metadata=_COUNT)
     """Stages that each rank holds under schedule "looped". None: chosen by the planner."""
@@ -73,6 +75,14 @@ class PfeifePlugin:
 
     split_points: tuple[str, ...] = field(default=(), metadata={"kind": "names"})
     """Module names (`model.layers.8`) at which stages start. Empty: chosen by the planner."""
+
+    backward: str = field(default="whole", metadata={"kind": "choice", "choices": BACKWARD})
+    """"split": gradients of values first, those of weights when there is nothing better to do (schedules "zb-h1" and
+    "zb-v" always do that). "whole": both together."""
+
+    recompute: str = field(default="auto", metadata={"kind": "choice", "choices": RECOMPUTE})
+    """"auto": where a plan does not fit into memory otherwise, some stages keep their inputs alone and compute their
+    activations again in the backward pass. "none": such a model is refused."""
 
     plan_file: str | None = field(default=None, metadata={"kind": "path"})
     """A plan made before (`pfeife plan`), used instead of planning."""

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
 
-def random_order(stage_ranks: Sequence[int], num_microbatches: int, seed: int) -> list[list[str]]:
-    """Forwards and backwards of a chain of stages, in a random possible order, as a plan writes them for each rank."""
+def random_order(
+    stage_ranks: Sequence[int], num_microbatches: int, seed: int, *, is_split: bool = False
+) -> list[list[str]]:
+    """Forwards and backwards of a chain of stages, in a random possible order, as a plan writes them for each rank.
+
+    `is_split`: backwards come in halves, the second one at any time after the first.
+    """
     chance = random.Random(seed)
     num_stages = len(stage_ranks)
     chains = [
         [f"{stage}F{m}" for stage in range(num_stages)] + [f"{stage}B{m}" for stage in reversed(range(num_stages))]
         for m in range(num_microbatches)
     ]
+    if is_split:
+        for m, chain in enumerate(chains):
+            chain[num_stages:] = [action.replace("B", "I") for action in chain[num_stages:]]
+            for stage in range(num_stages):
+                after = chain.index(f"{stage}I{m}") + 1
+                chain.insert(chance.randint(after, len(chain)), f"{stage}W{m}")
     per_rank: list[list[str]] = [[] for _ in range(max(stage_ranks) + 1)]
     while any(chains):
         action = chance.choice([chain for chain in chains if chain]).pop(0)
-        stage = int(action.replace("B", "F").split("F")[0])
+        stage = int(re.split("[FBIW]", action)[0])
         per_rank[stage_ranks[stage]].append(action)
     return per_rank
 

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, mutates, target_name, tensors_in
 from pfeife_accelerate.capture.regions import region_of
+from pfeife_accelerate.capture.weight_gradients import weights_of
 from pfeife_accelerate.compat import FakeTensor, storage_id, under_transforms
 from pfeife_accelerate.ir import TensorSpec
 from pfeife_accelerate.ir.costs import MeasurableOp, Operand, OperandRole, PreparedOp
@@ -156,6 +157,7 @@ class _Reader:
             context=partial(_mode, autocast, needs_grad),
             is_inplace=changed is not None,
             region=region.number if (region := region_of(node)) is not None else None,
+            puts_off=bool(weights_of(self.graph, node)),
         )
 
     def _value(self, node: fx.Node) -> Any:

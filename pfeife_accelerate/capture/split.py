@@ -6,7 +6,7 @@ micro-batch's shapes, never sent. Parameters, buffers and the call's inputs are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -73,8 +73,19 @@ def value_info(graph: CapturedGraph, name: str, bindings: Mapping[Any, int]) -> 
     )
 
 
-def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> StagedGraph:
-    """Stages of `graph` between `cuts`; `needed` are the values wanted from outside (by the loss, or by the script)."""
+def split(
+    graph: CapturedGraph,
+    cuts: Sequence[int],
+    needed: Iterable[str],
+    *,
+    puts_off: bool = False,
+    recompute: Collection[int] = (),
+) -> StagedGraph:
+    """Stages of `graph` between `cuts`; `needed` are the values wanted from outside (by the loss, or by the script).
+
+    `recompute` are the stages to compute their activations again. `puts_off`: the others leave weight gradients for
+    later; these would have to keep what they computed again until then.
+    """
     bounds = (0, *cuts, len(graph.ops))
     stage_of = {node: s for s, (lo, hi) in enumerate(pairwise(bounds)) for node in graph.ops[lo:hi]}
     wanted = [graph.node_of[name] for name in dict.fromkeys(needed)]
@@ -88,7 +99,9 @@ def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> S
     for index, (lo, hi) in enumerate(pairwise(bounds)):
         nodes = [n for n in graph.ops[lo:hi] if n in live]
         outputs = [n for n in nodes if n in leaving]
-        stages.append(make_stage(graph, index, nodes, outputs, graph.modes_at(lo), graph.modes_at(hi)))
+        again = index in recompute
+        modes = graph.modes_at(lo), graph.modes_at(hi)
+        stages.append(make_stage(graph, index, nodes, outputs, *modes, puts_off=puts_off and not again, repeats=again))
     return StagedGraph(
         graph=graph,
         stages=tuple(stages),

@@ -5,6 +5,8 @@ Random operations draw from generator states of their own. Operations of a regio
 the backward pass run under `torch.utils.checkpoint`, so that nothing inside it is kept.
 Ignores: regions that change a value from outside, or whose inputs are changed after them, since computing those again
 would give something else: they run once, and keep what they need. Buffers are changed once.
+A stage of a plan that splits backwards leaves weight gradients for later where it can; one that recomputes its
+activations has a first run that records nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, groupby
 from typing import Any, Final
 
@@ -23,12 +26,15 @@ from pfeife_accelerate.capture.graph import NO_MODES, CapturedGraph, Modes, Plac
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, is_training_batch_norm, mutates, tensors_in
 from pfeife_accelerate.capture.random_operation import with_own_numbers
 from pfeife_accelerate.capture.regions import Region, region_of
+from pfeife_accelerate.capture.repetition import changing_reads, is_repeatable
+from pfeife_accelerate.capture.weight_gradients import putting_off, weights_of
 from pfeife_accelerate.compat import AUTOCAST_EXIT, SET_GRAD_ENABLED, storage_id
-from pfeife_accelerate.ir.program import InputKind, StageInput, StageProgram
+from pfeife_accelerate.ir.program import InputKind, Repetition, StageInput, StageProgram
 
 __all__ = ["is_size", "make_stage"]
 
 _SEED: Final = "micro_batch_seed"
+_LATER: Final = "weight_gradients_for_later"
 
 
 def is_size(node: fx.Node) -> bool:
@@ -43,17 +49,42 @@ def make_stage(
     outputs: Sequence[fx.Node],
     begin: Modes = NO_MODES,
     end: Modes = NO_MODES,
+    *,
+    puts_off: bool = False,
+    repeats: bool = False,
 ) -> StageProgram:
     """The stage that runs `nodes`, which are in order, and returns the values of `outputs`.
 
-    `begin` and `end` are the modes before its first and after its last operation.
+    `begin` and `end` are the modes before its first and after its last operation. `puts_off`: weight gradients are
+    left for later. `repeats`: the activations are to be recomputed; where that would give something else, they are not.
     """
-    maker = _Maker(graph, f"Stage{index}", nodes, outputs, begin, end)
-    forward = maker.make(_runs(graph, nodes))
+    make = partial(_Maker, graph, f"Stage{index}", nodes, outputs, begin, end, puts_off=puts_off)
+    maker, runs = make(), _runs(graph, nodes)
+    forward = maker.make(runs)
     inputs = [_stage_input(graph, node) for node in maker.reads]
+    if maker.puts_off:
+        inputs.insert(0, StageInput(kind=InputKind.LATER, name=_LATER))
     if maker.draws_random:
         inputs.insert(0, StageInput(kind=InputKind.SEED, name=_SEED))
-    return StageProgram(index=index, run=forward, inputs=tuple(inputs), outputs=tuple(node.name for node in outputs))
+    repetition = None
+    if repeats and is_repeatable(graph, nodes):
+        before = len(inputs) - len(maker.reads)
+        changing = changing_reads(graph, nodes)
+        repetition = Repetition(
+            forward=make(records=False).make(runs) if _switches_gradients(nodes, begin) else forward,
+            changing=tuple(before + i for i, node in enumerate(maker.reads) if node in changing),
+        )
+    return StageProgram(
+        index=index,
+        run=forward,
+        inputs=tuple(inputs),
+        outputs=tuple(node.name for node in outputs),
+        repetition=repetition,
+    )
+
+
+def _switches_gradients(nodes: Sequence[fx.Node], begin: Modes) -> bool:
+    return not begin.grad_enabled or any(node.target is SET_GRAD_ENABLED for node in nodes)
 
 
 def _runs(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> list[_Run]:
@@ -107,6 +138,9 @@ class _Maker:
         outputs: Sequence[fx.Node],
         begin: Modes = NO_MODES,
         end: Modes = NO_MODES,
+        *,
+        puts_off: bool = False,
+        records: bool = True,
     ) -> None:
         self.captured = graph
         self._begin = begin
@@ -119,26 +153,35 @@ class _Maker:
         self._constants = [node for node in external if node.op == "get_attr"]
         self._numbers = {node: graph.random_number[node] for node in nodes if node in graph.random_number}
         self.draws_random = bool(self._numbers)
+        self._weights = {node: weights for node in nodes if puts_off and (weights := weights_of(graph, node))}
+        self.puts_off = bool(self._weights)
+        self._records = records
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._seed: fx.Node | None = None
+        self._later: fx.Node | None = None
 
     def make(self, runs: Sequence[_Run]) -> Callable[..., tuple[Any, ...]]:
-        """The function: of the seed if anything draws random numbers, then of `reads`."""
+        """The function: of the seed if anything draws random numbers, of the list for later if anything is put off,
+        then of `reads`.
+        """
         if self.draws_random:
             self._seed = self._graph.placeholder(_SEED)
+        if self.puts_off:
+            self._later = self._graph.placeholder(_LATER)
         for node in self.reads:
             self._copies[node] = self._graph.placeholder(node.name)
         for node in self._constants:
             self._copies[node] = self._graph.node_copy(node)
         for node in self._begin.autocasts:
             self._copies[node] = self._graph.node_copy(node)
-        if not self._begin.grad_enabled:
+        if not self._begin.grad_enabled and self._records:
             self._graph.call_function(SET_GRAD_ENABLED, (False,))
         for number, run in enumerate(runs):
             if run.region is None:
                 for node in run.nodes:
-                    self._copies[node] = self._copy(node)
+                    if self._records or node.target is not SET_GRAD_ENABLED:
+                        self._copies[node] = self._copy(node)
             else:
                 later = {read for other in runs[number + 1 :] for node in other.nodes for read in inputs_of(node)}
                 self._repeatable(run, [n for n in run.nodes if n in later or n in self.outputs], number)
@@ -148,6 +191,9 @@ class _Maker:
         return fx.GraphModule(self.captured.gm, self._graph, class_name=self.name).forward
 
     def _copy(self, node: fx.Node) -> fx.Node:
+        if node in self._weights:
+            call, reads = putting_off(node, self._weights[node])
+            return self._graph.call_function(call, (self._later, *(self._copies[read] for read in reads)))
         if node not in self._numbers:
             return self._graph.node_copy(node, self._copies.__getitem__)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._copies.__getitem__)
@@ -155,7 +201,7 @@ class _Maker:
         return self._graph.call_function(draw, (self._seed, *args), kwargs)
 
     def _repeatable(self, run: _Run, outputs: list[fx.Node], number: int) -> None:
-        inner = _Maker(self.captured, f"{self.name}Run{number}", run.nodes, outputs)
+        inner = _Maker(self.captured, f"{self.name}Run{number}", run.nodes, outputs, records=self._records)
         forward = inner.make([_Run(region=None, nodes=run.nodes)])
         seed = [self._seed] if inner.draws_random else []
         buffers = [len(seed) + i for i, node in enumerate(inner.reads) if node in run.buffers]

@@ -138,11 +138,13 @@ def _costs(ops: Sequence[MeasurableOp | None], profiles: MutableMapping[str, OpP
                     inside_bytes[op.region] += operand.storage_bytes
                 else:
                     outside_bytes += operand.storage_bytes
+        later_s = profile.backward_weight_s if op.puts_off else 0.0
+        at_once_s = profile.backward_input_s + profile.backward_weight_s - later_s
         found.append(
             OpCost(
                 forward_s=profile.forward_s,
-                backward_input_s=profile.backward_input_s + (profile.forward_s if again else 0.0),
-                backward_weight_s=profile.backward_weight_s,
+                backward_input_s=at_once_s + (profile.forward_s if again else 0.0),
+                backward_weight_s=later_s,
                 saved_bytes=outside_bytes,
                 workspace_bytes=profile.workspace_bytes + (inside_bytes[op.region] if again else 0),
                 origin=profile.origin,

@@ -35,7 +35,11 @@ class CostOrigin(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OpCost:
-    """One operation on one micro-batch."""
+    """One operation on one micro-batch.
+
+    `backward_weight_s` is what the second half of a split backward does: nothing for an operation that cannot be put
+    off, whose gradients are all computed in the first.
+    """
 
     forward_s: float
     backward_input_s: float = 0.0
@@ -114,3 +118,4 @@ class MeasurableOp:
     context: Callable[[], AbstractContextManager[Any]]
     is_inplace: bool = False
     region: int | None = None  #: the region computed again in the backward pass that it belongs to
+    puts_off: bool = False  #: whether the gradients of its parameters can be computed later than those of its values

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["InputKind", "StageInput", "StageProgram", "ValueInfo"]
+__all__ = ["InputKind", "Repetition", "StageInput", "StageProgram", "ValueInfo"]
 
 
 class InputKind(str, Enum):
@@ -22,6 +22,7 @@ class InputKind(str, Enum):
     VALUE = "value"  #: what an earlier stage computed
     SIZE = "size"  #: a number that follows from the micro-batch's shapes
     SEED = "seed"  #: the number that the micro-batch's random operations derive their seeds from
+    LATER = "later"  #: a list that the backward pass puts the computation of weight gradients into; None: it does it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,19 @@ class StageInput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """How a stage runs that keeps its arguments alone and runs once more, with gradients, before its backward.
+
+    `forward` is its first run: it takes and returns what `StageProgram.run` does, and records nothing for a backward
+    pass if gradients are off. `changing` are the positions of arguments that the model changes in place, in this stage
+    or in another one: the second run gets copies of what they were before the first.
+    """
+
+    forward: Callable[..., tuple[Any, ...]]
+    changing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageProgram:
     """One stage. `run(*arguments)` returns the values called `outputs`, in order."""
 
@@ -40,6 +54,7 @@ class StageProgram:
     run: Callable[..., tuple[Any, ...]]
     inputs: tuple[StageInput, ...]
     outputs: tuple[str, ...]
+    repetition: Repetition | None = None  #: of a stage that is to recompute its activations, where it can
 
 
 @dataclass(frozen=True, kw_only=True)

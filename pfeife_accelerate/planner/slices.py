@@ -1,8 +1,8 @@
 """What slicings make of a graph: the costs of stages and of what they send, for many slicings at once.
 
 Models: sums by prefix; tensors sent directly from producer to each rank that reads them, once; parameters and optimizer
-steps once a rank; a stage that recomputes keeps its inputs alone and runs its forward again in the backward, in each
-half of it where there are two.
+steps once a rank; a stage that recomputes keeps its inputs alone and runs its forward again in the backward, all of
+which is in the first half where there are two.
 Ignores: order and overlap.
 
 Legend: arrays have a row for each stage, message or rank, and a column for each slicing.
@@ -67,9 +67,12 @@ class Slices:
     def backward_s(self) -> tuple[Floats, ...]:
         """Seconds of each stage's backward, whole or in its two halves, without the host's."""
         halves = self._sum(self.problem.backward_input_s), self._sum(self.problem.backward_weight_s)
-        again = self.forward_s * self.recompute[:, None]
-        # What the first half computed again is not kept for the second, which may come much later.
-        return (halves[0] + again, halves[1] + again) if self.problem.is_split else (halves[0] + halves[1] + again,)
+        repeats = self.recompute[:, None]
+        again = self.forward_s * repeats
+        if not self.problem.is_split:
+            return (halves[0] + halves[1] + again,)
+        # What the first half computed again is not kept for the second, which may come much later: it has all the work.
+        return halves[0] + again + halves[1] * repeats, halves[1] * ~repeats
 
     @cached_property
     def backward_weight_s(self) -> Floats:

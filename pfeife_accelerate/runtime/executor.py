@@ -2,17 +2,18 @@
 
 Training, evaluation and the two halves of the exact two-phase order differ in their lists alone. Receives are posted
 where the list says and awaited where a stage needs them; sends never block. Values are freed as soon as no action
-needs them.
+needs them. A stage that recomputes runs twice: without gradients when its forward is due, with them before its
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
-from pfeife_accelerate.errors import InternalError, assert_never
+from pfeife_accelerate.errors import assert_never
 from pfeife_accelerate.ir.actions import Action, ActionKind
 from pfeife_accelerate.ir.program import InputKind, StageProgram
 from pfeife_accelerate.ir.seeds import derived_seed
@@ -41,15 +42,26 @@ class Executor:
 class _Stage:
     """A stage at work in one step: its program, with the arguments that are the same for all micro-batches in place."""
 
-    __slots__ = ("arguments", "forgets", "open", "outputs", "run")
+    __slots__ = ("arguments", "forgets", "index", "loss_values", "open", "outputs", "repetition", "run")
 
-    def __init__(self, program: StageProgram, states: Mapping[str, torch.Tensor], extra: Iterable[str]) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        states: Mapping[str, torch.Tensor],
+        loss_values: Sequence[str],
+        *,
+        training: bool,
+    ) -> None:
+        self.index = program.index
         self.run = program.run
+        self.repetition = program.repetition if training else None
         self.outputs = program.outputs
+        self.loss_values = loss_values
+        """What the loss reads, in the stage behind which it is computed."""
         self.arguments = [states[i.name] if i.kind is InputKind.STATE else None for i in program.inputs]
         self.open = [(n, i.kind, i.name) for n, i in enumerate(program.inputs) if i.kind is not InputKind.STATE]
         """Position, kind and name of the arguments that differ."""
-        self.forgets = {*extra, *(i.name for i in program.inputs if i.kind is InputKind.VALUE)}
+        self.forgets = {*loss_values, *(i.name for i in program.inputs if i.kind is InputKind.VALUE)}
         """Values that it reads, and needs no more afterwards."""
 
 
@@ -65,22 +77,36 @@ class _Run:
         self.readers = program.readers
         self.left: dict[tuple[str, int], set[int]] = {}
         self.stages = {
-            stage: _Stage(made, inputs.states, program.loss_values if stage == program.loss_stage else ())
+            stage: _Stage(
+                made,
+                inputs.states,
+                program.loss_values if stage == program.loss_stage else (),
+                training=inputs.training,
+            )
             for stage, made in program.stages.items()
         }
+        self.first_run: tuple[int, int] | None = None
         self.autocast = torch.autocast(*inputs.autocast) if inputs.autocast else None
 
     def run(self) -> None:
         with torch.set_grad_enabled(self.inputs.training):
             for action in self.program.actions:
                 self.perform(action)
+        self.let_go()
 
     def perform(self, action: Action) -> None:
+        if action.kind.is_compute:
+            self.let_go()
         match action.kind:
             case ActionKind.FORWARD:
                 self.forward(action.stage, action.microbatch)
             case ActionKind.BACKWARD:
                 self.backward(action.stage, action.microbatch)
+                self.state.finish_weight_gradients(action.stage, action.microbatch)
+            case ActionKind.INPUT_GRADIENT:
+                self.backward(action.stage, action.microbatch)
+            case ActionKind.WEIGHT_GRADIENT:
+                self.state.finish_weight_gradients(action.stage, action.microbatch)
             case ActionKind.SEND_F:
                 self.send_values(action)
             case ActionKind.RECV_F:
@@ -89,8 +115,6 @@ class _Run:
                 self.send_gradients(action)
             case ActionKind.RECV_B:
                 self.post_gradients(action)
-            case ActionKind.INPUT_GRADIENT | ActionKind.WEIGHT_GRADIENT:
-                raise InternalError(id="PF423", what=f"{action}: split backward is not executed by this version")
             case _:
                 assert_never(action.kind)
 
@@ -98,14 +122,14 @@ class _Run:
 
     def forward(self, stage: int, microbatch: int) -> None:
         work, data = self.stages[stage], self.inputs.microbatches[microbatch]
-        arguments = work.arguments.copy()
-        for position, kind, name in work.open:
-            arguments[position] = self.argument(kind, name, data)
-        if self.autocast is None:  # around every stage as the script has it around the whole model
-            made = work.run(*arguments)
+        arguments = self.arguments(work, data)
+        if work.repetition is None:
+            made = self.call(work.run, arguments)
         else:
-            with self.autocast:
-                made = work.run(*arguments)
+            self.state.before[stage, microbatch] = {i: arguments[i].clone() for i in work.repetition.changing}
+            self.first_run = stage, microbatch
+            with torch.no_grad():
+                made = self.call(work.repetition.forward, arguments)
         del arguments
         results = list(zip(work.outputs, made, strict=True))
         values = self.state.values[microbatch]
@@ -116,22 +140,64 @@ class _Run:
                 wants_grad = self.inputs.training and data.values[name].requires_grad
                 values[name] = result.detach().requires_grad_(wants_grad)
         self.state.outputs[stage, microbatch] = results
-        if stage == self.program.loss_stage and self.program.loss_values:
-            self.loss(data, dict(results))
+        if work.loss_values:
+            self.loss(work, data, is_final=work.repetition is None)
         if not self.inputs.training:
             self.forget(stage, microbatch)
 
-    def loss(self, data: MicrobatchInputs, results: dict[str, torch.Tensor]) -> None:
-        """The micro-batch's loss; without one (first half of the exact order), keep what it will be computed from."""
-        read = {n: results[n] if n in results else self.value(n, data) for n in self.program.loss_values}
+    def call(self, function: Callable[..., tuple[Any, ...]], arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """A stage's function in the mixed precision that the script has around the whole model."""
+        if self.autocast is None:
+            return function(*arguments)
+        with self.autocast:
+            return function(*arguments)
+
+    def let_go(self) -> None:
+        """A first run's results have left: its second run makes them again."""
+        if self.first_run is not None:
+            del self.state.outputs[self.first_run]
+            self.first_run = None
+
+    def run_again(self, stage: int, microbatch: int) -> None:
+        """The second run of a stage that recomputes its activations, on the same arguments; others have run."""
+        before = self.state.before.pop((stage, microbatch), None)
+        if before is None:
+            return
+        work, data = self.stages[stage], self.inputs.microbatches[microbatch]
+        arguments = self.arguments(work, data)
+        for position, value in before.items():
+            arguments[position] = value
+        made = self.call(work.run, arguments)
+        self.state.outputs[stage, microbatch] = list(zip(work.outputs, made, strict=True))
+        if work.loss_values and self.inputs.loss is not None:
+            self.loss(work, data, is_final=True)
+
+    def loss(self, work: _Stage, data: MicrobatchInputs, *, is_final: bool) -> None:
+        """The micro-batch's loss; without one (first half of the exact order), keep what it will be computed from.
+
+        Results that are not final will be computed again, and the loss from those.
+        """
+        index = data.rows.index
+        results = dict(self.state.outputs[work.index, index])
+        read = {n: results[n] if n in results else self.value(n, data) for n in work.loss_values}
         for name, value in read.items():
             if self.inputs.loss is None or self.inputs.keep(name):
-                self.state.kept.setdefault(name, {})[data.rows.index] = value.detach()
-        if self.inputs.loss is not None:
+                self.state.kept.setdefault(name, {})[index] = value.detach()
+        if self.inputs.loss is not None and is_final:
             with torch.enable_grad():
-                self.state.losses[data.rows.index] = self.inputs.loss.forward(data.rows, read)
+                self.state.losses[index] = self.inputs.loss.forward(data.rows, read)
 
-    def argument(self, kind: InputKind, name: str, data: MicrobatchInputs) -> Any:
+    def arguments(self, work: _Stage, data: MicrobatchInputs) -> list[Any]:
+        """All that the stage is called with; what is not here yet is waited for, also what only the loss reads."""
+        arguments = work.arguments.copy()
+        for position, kind, name in work.open:
+            arguments[position] = self.argument(kind, name, work.index, data)
+        for name in work.loss_values:
+            if name not in work.outputs:
+                self.value(name, data)
+        return arguments
+
+    def argument(self, kind: InputKind, name: str, stage: int, data: MicrobatchInputs) -> Any:
         match kind:
             case InputKind.VALUE:
                 return self.value(name, data)
@@ -141,6 +207,8 @@ class _Run:
                 return data.sizes[name]
             case InputKind.SEED:
                 return derived_seed(self.inputs.seed, data.rows.index)
+            case InputKind.LATER:
+                return self.state.weight_gradients_of(stage, data.rows.index) if self.inputs.training else None
             case InputKind.STATE:
                 return self.inputs.states[name]
             case _:
@@ -156,6 +224,7 @@ class _Run:
         return values[name]
 
     def backward(self, stage: int, microbatch: int) -> None:
+        self.run_again(stage, microbatch)
         roots, gradients = self.roots(stage, microbatch)
         if roots:
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]

@@ -91,4 +91,18 @@ class StepState:
         self.outputs: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = {}
         """Results of (stage, micro-batch), with their graphs, until its backward."""
         self.losses: dict[int, torch.Tensor] = {}
+        self._weight_gradients: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.before: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """Of a stage that runs again: its arguments that change, by position, as its first run found them."""
         self.kept: dict[str, dict[int, torch.Tensor]] = {}
+
+    def weight_gradients_of(self, stage: int, microbatch: int) -> list[Callable[[], None]]:
+        """Where the stage's backward puts the computation of weight gradients, with what that needs."""
+        return self._weight_gradients.setdefault((stage, microbatch), [])
+
+    def finish_weight_gradients(self, stage: int, microbatch: int) -> None:
+        """Compute what was put off, in the backward's order; what each of them needed is freed when it is done."""
+        waiting = self._weight_gradients.pop((stage, microbatch), [])
+        waiting.reverse()
+        while waiting:
+            waiting.pop()()

@@ -83,4 +83,6 @@ def search_options(plugin: PfeifePlugin) -> SearchOptions:
         microbatches_per_loop=plugin.microbatches_per_loop,
         prefetch_forwards=plugin.prefetch_forwards,
         split_points=plugin.split_points,
+        backward=plugin.backward,
+        recompute=plugin.recompute,
     )

@@ -126,15 +126,6 @@ def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> No
             where=f"plan_file: {path}",
             why=f"no cut is possible at {wrong}" if wrong else "each stage needs an operation",
         )
-    unknown = [action for actions in plan.per_rank for action in actions if "I" in action or "W" in action]
-    if unknown or plan.recompute:
-        raise PfeifeError(
-            id="PF225",
-            what=f"the plan in {path} " + (f"splits backwards ({unknown[0]})" if unknown else "recomputes activations"),
-            where=f"plan_file: {path}",
-            why="this version runs whole backwards and keeps all activations",
-            hints=("plan with --backward whole --recompute none",),
-        )
     values = ((edge.producer, edge.consumers, edge.spec.requires_grad) for edge in plan.edges)
     lower(plan.schedule, messages_between(values, plan.stage_ranks))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.split import StagedGraph, split
 from pfeife_accelerate.errors import InternalError, assert_never
-from pfeife_accelerate.ir.actions import Schedule
+from pfeife_accelerate.ir.actions import ActionKind, Schedule
 from pfeife_accelerate.runtime.step import MessageValues, RankProgram
 from pfeife_accelerate.schedule import (
     Message,
@@ -36,8 +36,11 @@ class Run(str, Enum):
 class ProgramCache:
     """Programs of one model on one rank, made when first needed."""
 
-    def __init__(self, order: Schedule, rank: int) -> None:
+    def __init__(self, order: Schedule, rank: int, recompute: Collection[int] = ()) -> None:
         self.order = order
+        self._recompute = frozenset(recompute)
+        kinds = {action.kind for actions in order.per_rank for action in actions}
+        self._puts_off = ActionKind.WEIGHT_GRADIENT in kinds
         self.stage_ranks = order.stage_ranks
         self.rank = rank
         self._staged: dict[tuple[int, tuple[int, ...], tuple[str, ...]], StagedGraph] = {}
@@ -49,7 +52,7 @@ class ProgramCache:
         self._graphs[id(graph)] = graph  # keeps the id from being used again
         key = (id(graph), cuts, needed)
         if key not in self._staged:
-            self._staged[key] = split(graph, cuts, needed)
+            self._staged[key] = split(graph, cuts, needed, puts_off=self._puts_off, recompute=self._recompute)
         return self._staged[key]
 
     def program(

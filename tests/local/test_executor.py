@@ -146,24 +146,41 @@ def test_gradients_are_those_of_the_whole_batch_and_nothing_is_left_over(
     _check_gradients(captured, build(spec), num_microbatches)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("recompute", [(), (0,), (1, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "num_ranks"), [(ScheduleFamily.ZB_H1, 4), (ScheduleFamily.ZB_V, 2), (ScheduleFamily.GPIPE, 2)]
+)
+def test_backwards_in_halves_and_stages_that_run_again_give_the_same_gradients(
+    captured: Any, family: ScheduleFamily, num_ranks: int, recompute: tuple[int, ...], num_microbatches: int
+):
+    """Also where fewer micro-batches come than were planned."""
+    spec = ScheduleSpec(family=family, num_ranks=num_ranks, num_loops=4 // num_ranks, num_microbatches=4)
+    _check_gradients(captured, build(spec), num_microbatches, recompute)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_on_any_placement_gives_the_same_gradients(captured: Any, seed: int):
     num_ranks = 1 + seed % 4
     stage_ranks = random_placement(num_ranks, num_ranks + seed % 5, seed)
     spec = ScheduleSpec(family=ScheduleFamily.GPIPE, num_ranks=num_ranks, num_microbatches=3)
-    order = Schedule.parse(spec, random_order(stage_ranks, 3, seed), stage_ranks)
+    order = Schedule.parse(spec, random_order(stage_ranks, 3, seed, is_split=seed % 2 == 1), stage_ranks)
+    recompute = tuple(stage for stage in range(order.num_stages) if (stage + seed) % 3 == 0)
     for num_microbatches in (2, 3, 5):
-        _check_gradients(captured, order, num_microbatches)
+        _check_gradients(captured, order, num_microbatches, recompute)
 
 
-def _check_gradients(captured: Any, order: Schedule, num_microbatches: int) -> None:
+def _check_gradients(captured: Any, order: Schedule, num_microbatches: int, recompute: tuple[int, ...] = ()) -> None:
     call = captured[2]
     legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
     stages = order.num_stages
-    _check_cut(captured, order, num_microbatches, tuple(legal[len(legal) * k // stages] for k in range(1, stages)))
+    cuts = tuple(legal[len(legal) * k // stages] for k in range(1, stages))
+    _check_cut(captured, order, num_microbatches, cuts, recompute)
 
 
-def _check_cut(captured: Any, order: Schedule, num_microbatches: int, cuts: tuple[int, ...]) -> list[RankProgram]:
+def _check_cut(
+    captured: Any, order: Schedule, num_microbatches: int, cuts: tuple[int, ...], recompute: tuple[int, ...] = ()
+) -> list[RankProgram]:
     model, x, call = captured
     model.zero_grad()
     model(x).square().mean().backward()
@@ -171,7 +188,7 @@ def _check_cut(captured: Any, order: Schedule, num_microbatches: int, cuts: tupl
     model.zero_grad()
 
     name = call.graph.result_names()[-1]
-    caches = [ProgramCache(order, rank) for rank in range(order.num_ranks)]
+    caches = [ProgramCache(order, rank, recompute) for rank in range(order.num_ranks)]
     staged = [cache.staged(call.graph, cuts, (name,)) for cache in caches]
     programs = [
         cache.program(one, (name,), (name,), Run.PLANNED, num_microbatches)
@@ -184,7 +201,8 @@ def _check_cut(captured: Any, order: Schedule, num_microbatches: int, cuts: tupl
         torch.testing.assert_close(parameter.grad, wanted[parameter_name], rtol=1e-12, atol=1e-14)
     for state in states:
         assert not state.outputs, "results of stages are freed by their backward"
-        assert not state.losses
+        assert not state.losses and not state.before
+        assert not state._weight_gradients, "what weight gradients need is freed when they have been computed"
         assert not any(state.values), "values of other stages are freed when no action reads them any more"
     return programs
 

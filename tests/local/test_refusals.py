@@ -15,11 +15,8 @@ from pfeife_accelerate.capture.op_graph import follow, to_op_graph
 from pfeife_accelerate.errors import InternalError, PfeifeError
 from pfeife_accelerate.integration import training
 from pfeife_accelerate.integration.activation import activate
-from pfeife_accelerate.ir import Action, ActionKind, ScheduleFamily, ScheduleSpec
-from pfeife_accelerate.runtime.executor import Executor
-from pfeife_accelerate.runtime.local_transport import LocalTransport
+from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.runtime.mesh import build_mesh
-from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.schedule import build
 from pfeife_accelerate.session.call import Progress
 from pfeife_accelerate.session.conductor import Announcement, Conductor
@@ -111,15 +108,6 @@ def test_announcements_without_a_schedule_have_no_program(run):
     programs.program(staged, needed, needed, Run.PLANNED, 2)
     with pytest.raises(InternalError, match=f"PF432 nothing is scheduled for '{run.value}'"):
         programs.program(staged, needed, needed, run, 2)
-
-
-@pytest.mark.parametrize("kind", [ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT])
-def test_a_split_backward_is_not_executed(kind):
-    action = Action(kind=kind, stage=0, microbatch=0)
-    program = SimpleNamespace(actions=(action,), readers={})
-    executor = Executor(LocalTransport.make(1)[0], CPU)
-    with pytest.raises(InternalError, match=f"PF423 {action}: split backward is not executed by this version"):
-        executor.run(program, SimpleNamespace(training=True), StepState(1))
 
 
 def test_options_of_another_kind():

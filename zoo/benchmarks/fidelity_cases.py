@@ -17,6 +17,7 @@ from fidelity_kit import CASES
 
 # The bodies of other topics, so these must have been registered.
 import fidelity_cases_placements  # isort: skip
+import fidelity_cases_halves  # isort: skip
 
 TOPICS = (
     fidelity_cases_models,
@@ -31,6 +32,7 @@ TOPICS = (
     fidelity_cases_graphs,
     fidelity_cases_reaching,
     fidelity_cases_placements,
+    fidelity_cases_halves,
 )
 
 __all__ = ["CASES", "TOPICS"]

@@ -1,4 +1,4 @@
-"""Plans that no planner would make: stages on any ranks, and the actions in any order that can run.
+"""Plans that no planner would make: stages on any ranks, actions in any order that can run, activations twice.
 
 Models: the cuts of the plan that was made, with its stages elsewhere and another order. Ignores: how slow that is.
 """
@@ -13,7 +13,10 @@ from typing import Any
 def turned(kind: str, plan: Any) -> Any:
     """The plan with its stages on other ranks: there and back ("v"), there and back again ("wave"), anywhere
     ("scattered"), or on all ranks but one ("idle"). The order is random but for the "v", whose order is by stage.
+    Or as it is with all stages ("recomputed") or every second one ("half_recomputed") computing activations again.
     """
+    if kind.endswith("recomputed"):
+        return replace(plan, recompute=tuple(range(0, plan.num_stages, 2 if kind.startswith("half") else 1)))
     stage_ranks = _placement(kind, plan.num_ranks, plan.num_stages)
     chains = [
         [f"{stage}F{m}" for stage in range(plan.num_stages)]
