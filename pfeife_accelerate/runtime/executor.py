@@ -16,6 +16,7 @@ from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Action, ActionKind
 from pfeife_accelerate.ir.program import InputKind
 from pfeife_accelerate.ir.seeds import derived_seed
+from pfeife_accelerate.runtime.recorder import Recorder
 from pfeife_accelerate.runtime.step import MessageValues, MicrobatchInputs, RankProgram, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
 
@@ -32,15 +33,23 @@ class Executor:
         self.transport = transport
         self.device = device
 
-    def run(self, program: RankProgram, inputs: StepInputs, state: StepState) -> None:
+    def run(self, program: RankProgram, inputs: StepInputs, state: StepState, recorder: Recorder | None = None) -> None:
         """Run all of the rank's actions; returns when its own work is done and its sends have left."""
-        _Run(self, program, inputs, state).run()
+        _Run(self, program, inputs, state, recorder).run()
         self.transport.flush()
 
 
 class _Run:
-    def __init__(self, executor: Executor, program: RankProgram, inputs: StepInputs, state: StepState) -> None:
-        self.transport = executor.transport
+    def __init__(
+        self,
+        executor: Executor,
+        program: RankProgram,
+        inputs: StepInputs,
+        state: StepState,
+        recorder: Recorder | None,
+    ) -> None:
+        self.transport = executor.transport if recorder is None else recorder.transport
+        self.recorder = recorder
         self.device = executor.device
         self.program = program
         self.inputs = inputs
@@ -71,12 +80,18 @@ class _Run:
                     raise InternalError(id="PF423", what=f"{action}: split backward is not executed by this version")
                 case _:
                     assert_never(action.kind)
+            if self.recorder is not None:
+                self.recorder.ended(action)
 
     # -------------------------------------------------------------------------------------------- compute
 
     def forward(self, stage: int, microbatch: int) -> None:
         program, data = self.program.stages[stage], self.inputs.microbatches[microbatch]
         arguments = [self.argument(kind.kind, kind.name, data) for kind in program.inputs]
+        if stage == self.program.loss_stage:
+            for name in self.program.loss_values:
+                if name not in program.outputs:
+                    self.value(name, data)  # wait here: what follows is computing alone
         training = self.inputs.training
         with torch.set_grad_enabled(training), self.autocast():
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
