@@ -91,6 +91,16 @@ class PfeifePlugin:
     """Instead of training: at the first training call, measure, write the costs into this file, and end the script.
     `pfeife profile` sets it."""
 
+    trace: str | None = field(default=None, metadata={"kind": "path"})
+    """File into which some training steps are recorded, with the plan: what each rank did when. `pfeife trace` shows
+    it."""
+
+    trace_after: int | None = field(default=None, metadata={"kind": "count", "minimum": 0})
+    """Planned training steps that are left out before the first recorded one. None: 2."""
+
+    trace_steps: int | None = field(default=None, metadata=_COUNT)
+    """Training steps that are recorded. None: 3."""
+
     cache_dir: str | None = field(default=None, metadata={"kind": "path"})
     """Folder for what has been measured on this machine. None: `pfeife_accelerate` in the user's cache folder
     (`$XDG_CACHE_HOME`, or else `~/.cache`)."""

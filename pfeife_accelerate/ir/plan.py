@@ -13,6 +13,7 @@ from typing import ClassVar
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.actions import Schedule, ScheduleSpec
 from pfeife_accelerate.ir.costs import StageCost
+from pfeife_accelerate.ir.machine import Machine
 from pfeife_accelerate.ir.tensors import TensorSpec
 
 __all__ = ["Edge", "PipelinePlan", "Slicing", "StageSpec"]
@@ -71,6 +72,7 @@ class PipelinePlan:
     spec: ScheduleSpec  #: where the order comes from
     stages: tuple[StageSpec, ...]
     edges: tuple[Edge, ...]
+    machine: Machine | None = None  #: that it was made for; without it, links are taken to cost nothing
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

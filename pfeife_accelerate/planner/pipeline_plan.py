@@ -9,14 +9,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from pfeife_accelerate.ir import Edge, OpGraph, PipelinePlan, Slicing, StageSpec
+from pfeife_accelerate.ir import Edge, Machine, OpGraph, PipelinePlan, Slicing, StageSpec
 from pfeife_accelerate.planner.planned import Planned
 
 __all__ = ["edges_of", "pipeline_plan", "stage_params"]
 
 
-def pipeline_plan(planned: Planned, ops: OpGraph | None = None) -> PipelinePlan:
-    """The plan as data. Without the operations by name, `params` and `edges` are empty."""
+def pipeline_plan(planned: Planned, ops: OpGraph | None = None, machine: Machine | None = None) -> PipelinePlan:
+    """The plan as data. Without the operations by name, `params` and `edges` are empty.
+
+    `machine`, that it was made for, lets others tell what they measure from what was expected.
+    """
     ranges = Slicing(cuts=planned.cuts).ranges(planned.num_operations)
     params = stage_params(ops, planned.cuts) if ops is not None else ((),) * len(ranges)
     return PipelinePlan(
@@ -34,6 +37,7 @@ def pipeline_plan(planned: Planned, ops: OpGraph | None = None) -> PipelinePlan:
             for op_range, names, cost in zip(ranges, params, planned.stages, strict=True)
         ),
         edges=edges_of(ops, planned.cuts) if ops is not None else (),
+        machine=machine,
     )
 
 

@@ -17,6 +17,7 @@ from pfeife_accelerate.errors import assert_never
 from pfeife_accelerate.ir.actions import Action, ActionKind
 from pfeife_accelerate.ir.program import InputKind, StageProgram
 from pfeife_accelerate.ir.seeds import derived_seed
+from pfeife_accelerate.runtime.recorder import Recorder
 from pfeife_accelerate.runtime.step import MessageValues, MicrobatchInputs, RankProgram, StepInputs, StepState
 from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
 
@@ -33,9 +34,9 @@ class Executor:
         self.transport = transport
         self.device = device
 
-    def run(self, program: RankProgram, inputs: StepInputs, state: StepState) -> None:
+    def run(self, program: RankProgram, inputs: StepInputs, state: StepState, recorder: Recorder | None = None) -> None:
         """Run all of the rank's actions; returns when its own work is done and its sends have left."""
-        _Run(self, program, inputs, state).run()
+        _Run(self, program, inputs, state, recorder).run()
         self.transport.flush()
 
 
@@ -66,8 +67,16 @@ class _Stage:
 
 
 class _Run:
-    def __init__(self, executor: Executor, program: RankProgram, inputs: StepInputs, state: StepState) -> None:
-        self.transport = executor.transport
+    def __init__(
+        self,
+        executor: Executor,
+        program: RankProgram,
+        inputs: StepInputs,
+        state: StepState,
+        recorder: Recorder | None,
+    ) -> None:
+        self.transport = executor.transport if recorder is None else recorder.transport
+        self.recorder = recorder
         self.device = executor.device
         self.program = program
         self.inputs = inputs
@@ -92,6 +101,8 @@ class _Run:
         with torch.set_grad_enabled(self.inputs.training):
             for action in self.program.actions:
                 self.perform(action)
+                if self.recorder is not None:
+                    self.recorder.ended(action)
         self.let_go()
 
     def perform(self, action: Action) -> None:

@@ -13,6 +13,7 @@ import struct
 import threading
 from collections import deque
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 import torch
 
@@ -21,19 +22,23 @@ from pfeife_accelerate.runtime.arena import Arena, memory_of, read_into
 __all__ = ["HostLink", "Incoming"]
 
 _INLINE_BYTES = 4 * 1024  # beyond this, a block is cheaper than the room in the socket
-_HEADER = struct.Struct("=BQQQ")
+_HEADER = struct.Struct("=BQQQQ")
 _INLINE, _BLOCK, _FREE = range(3)
 _LONGEST = _HEADER.size + _INLINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A message that has arrived: its bytes, or where they lie in the other rank's arena."""
+    """A message that has arrived: its bytes, or where they lie in the other rank's arena.
+
+    `sent_ns` is when it was complete, by the clock that all processes of the host share (`time.perf_counter_ns`).
+    """
 
     tag: int
     num_bytes: int
     data: bytes | None
     offset: int
+    sent_ns: int
 
 
 class HostLink:
@@ -56,9 +61,10 @@ class HostLink:
         """
         size = data.numel()
         if size <= _INLINE_BYTES:
-            self._post(_HEADER.pack(_INLINE, tag, 0, size) + memory_of(data).tobytes())
+            self._post(_HEADER.pack(_INLINE, tag, 0, size, perf_counter_ns()) + memory_of(data).tobytes())
             return
-        self._post(_HEADER.pack(_BLOCK, tag, self._arena.put(data), size))
+        offset = self._arena.put(data)
+        self._post(_HEADER.pack(_BLOCK, tag, offset, size, perf_counter_ns()))
 
     def receive(self) -> Incoming | None:
         """Block for the next datagram; None if it was not a message but news of a block that is free again.
@@ -88,7 +94,7 @@ class HostLink:
             memory_of(data)[:] = message.data
             return
         read_into(self._fd, message.offset, data)
-        self._post(_HEADER.pack(_FREE, 0, message.offset, 0))
+        self._post(_HEADER.pack(_FREE, 0, message.offset, 0, 0))
 
     def check(self) -> None:
         """Raises: OSError if a message could not be sent any more."""
@@ -118,11 +124,11 @@ class HostLink:
     def _understand(self, data: bytes) -> Incoming | None:
         if not data:
             raise EOFError("the other rank has closed the connection")
-        kind, tag, offset, size = _HEADER.unpack_from(data)
+        kind, tag, offset, size, sent_ns = _HEADER.unpack_from(data)
         if kind == _FREE:
             self._arena.give_back(offset)
             return None
-        return Incoming(tag, size, data[_HEADER.size :] if kind == _INLINE else None, offset)
+        return Incoming(tag, size, data[_HEADER.size :] if kind == _INLINE else None, offset, sent_ns)
 
     def _post(self, datagram: bytes) -> None:
         self.check()

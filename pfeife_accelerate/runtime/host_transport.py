@@ -15,7 +15,9 @@ from typing import final
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.runtime.arrivals import TimedReceive
 from pfeife_accelerate.runtime.host_link import HostLink, Incoming
+from pfeife_accelerate.runtime.moments import Mark
 from pfeife_accelerate.runtime.transport import (
     AbstractTransport,
     PendingReceive,
@@ -139,6 +141,7 @@ class HostTransport(AbstractTransport):
                 if message is not None:
                     peer.match(message)
             message, data = receive.message, as_bytes(buffer)
+            receive.arrived_ns = message.sent_ns
             if message.num_bytes != data.numel():
                 raise PfeifeError(
                     id="PF403",
@@ -159,8 +162,8 @@ class HostTransport(AbstractTransport):
 
 
 @final
-class _HostReceive(PendingReceive):
-    __slots__ = ("_transport", "device", "dtype", "message", "peer", "shape", "tag")
+class _HostReceive(TimedReceive):
+    __slots__ = ("_transport", "arrived_ns", "device", "dtype", "message", "peer", "shape", "tag")
 
     def __init__(
         self,
@@ -178,6 +181,11 @@ class _HostReceive(PendingReceive):
         self.peer = peer
         self.tag = tag
         self.message: Incoming | None = None
+        self.arrived_ns = 0
+
+    @property
+    def arrived(self) -> Mark:
+        return self.arrived_ns
 
     def wait(self) -> torch.Tensor:
         buffer = self._transport.fill(self)

@@ -30,12 +30,15 @@ from pfeife_accelerate.runtime.connect import connect
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.mesh import MeshShape, PipelineMesh, build_mesh, use_pipelines_as_world
 from pfeife_accelerate.runtime.remote import ControlPlane
+from pfeife_accelerate.runtime.step import RankProgram, StepInputs, StepState
 from pfeife_accelerate.runtime.tensor_server import TooEarly
 from pfeife_accelerate.runtime.transport import AbstractTransport
 from pfeife_accelerate.session.batch_check import BatchCheck
 from pfeife_accelerate.session.conductor import Announcement, Conductor
 from pfeife_accelerate.session.hand_changes import HandChanges
 from pfeife_accelerate.session.optimizer_state import OptimizerStates
+from pfeife_accelerate.session.programs import Run
+from pfeife_accelerate.session.tracing import Tracing
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.call import Call
@@ -66,6 +69,8 @@ class Session:
         self.device = device
         self.transport = transport
         self.executor = Executor(transport, device)
+        is_traced = plugin.trace is not None and mesh.pipeline_index == 0
+        self.tracing = Tracing(plugin, mesh, control, self.executor, device) if is_traced else None
         self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)
         self.conductor.in_barriers = self._in_barriers
         first = mesh.pipeline_index * mesh.pipeline_size
@@ -188,6 +193,15 @@ class Session:
     def run(self, call: Call, announcement: Announcement) -> None:
         """Take part in an announced schedule."""
         call.resolver.run_announced(call, announcement)
+
+    def execute(
+        self, model: PipelinedModel, run: Run, program: RankProgram, inputs: StepInputs, state: StepState
+    ) -> None:
+        """Run this rank's part of a schedule, and record it if that is wanted."""
+        if self.tracing is not None and run is Run.PLANNED:
+            self.tracing.run(model, program, inputs, state)
+        else:
+            self.executor.run(program, inputs, state)
 
     def add(self, model: PipelinedModel) -> None:
         """Make a model's parameters available to other ranks."""
@@ -364,6 +378,8 @@ def stop() -> None:
     if not dist.is_initialized():
         return
     session.barrier()
+    if session.tracing is not None:
+        session.tracing.close()
     dist.destroy_process_group()
 
 
@@ -375,6 +391,8 @@ def validate_world(*, world_size: int, pipeline_size: int | None) -> None:
 def _leave_groups() -> None:
     session = current()
     failed = session is not None and session.control.failure is not None
+    if session is not None and session.tracing is not None and not failed:
+        session.tracing.close()
     _HOLDER.session = None
     torch.compiler.reset()  # captured graphs that outlive torch's modules print errors when the interpreter ends
     if dist.is_initialized() and not failed and "last_value" not in vars(sys):

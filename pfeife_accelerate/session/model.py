@@ -352,7 +352,7 @@ class PipelinedModel:
         program = self.programs.program(call.staged, needed, call.loss_values, run, number)
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
         with self._surroundings(call, announcement):
-            self.session.executor.run(program, inputs, call.state)
+            self.session.execute(self, run, program, inputs, call.state)
         self._keep(call)
         is_right = True
         if run in (Run.PLANNED, Run.BACKWARD):

@@ -65,7 +65,7 @@ def new_plan(
         if options.split_points:
             loops = options.num_loops or max(1, (len(options.split_points) + 1) // mesh.pipeline_size)
             wanted = replace(wanted, cuts=cuts_at(ops, options.split_points, mesh.pipeline_size * loops))
-        return pipeline_plan(make_plan(graph, machine, mesh.pipeline_size, number, wanted), ops)
+        return pipeline_plan(make_plan(graph, machine, mesh.pipeline_size, number, wanted), ops, machine)
 
     chosen = fastest(quick_plan, candidates(plugin, call, mesh.pipeline_size), _PLANNING_S)
     # The quick plan is a few per cent slower.

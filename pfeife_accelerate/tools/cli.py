@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--no-self-test", action="store_true", help="do not start processes")
     add_arguments(commands.add_parser("plan", help="plan a model or a cost graph for a machine"))
     _add_profile(commands)
+    _add_trace(commands)
     options = parser.parse_args(arguments)
     try:
         return _run(options)
@@ -44,6 +45,24 @@ def _add_profile(commands: Any) -> None:
     profile.add_argument("--seconds", type=float, default=60.0, help="of a model by name: to measure (%(default)s)")
     profile.add_argument("script", help="the training script, stopped at its first training call; or a model's name")
     profile.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def _add_trace(commands: Any) -> None:
+    trace = commands.add_parser("trace", help="show recorded training steps beside their plan")
+    trace.add_argument("--perfetto", type=Path, metavar="FILE", help="also write a file for ui.perfetto.dev")
+    trace.add_argument("--out", type=Path, default=Path("trace.json"), help="of a script: the trace (%(default)s)")
+    trace.add_argument("--processes", type=int, help="of a script: processes (default: the configuration's, or 2)")
+    trace.add_argument("--config", type=Path, help="of a script: yaml of accelerate launch")
+    trace.add_argument("file", type=Path, help="what the option `trace` has written; or a training script to be run")
+    trace.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def _behind_the_file(options: argparse.Namespace) -> Path | None:
+    """`--perfetto` in front of the file or behind it, where a script's own arguments would be."""
+    behind = argparse.ArgumentParser(prog=f"pfeife trace {options.file}")
+    behind.add_argument("--perfetto", type=Path, metavar="FILE", default=options.perfetto)
+    found: Path | None = behind.parse_args(options.arguments).perfetto
+    return found
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -76,6 +95,19 @@ def _run(options: argparse.Namespace) -> int:
                 out=options.out,
                 config=options.config,
                 num_processes=options.processes,
+            )
+        case "trace":
+            from pfeife_accelerate.tools.trace import show, trace_script
+
+            if options.file.suffix != ".py":
+                return show(options.file, perfetto=_behind_the_file(options))
+            return trace_script(
+                options.file,
+                options.arguments,
+                out=options.out,
+                config=options.config,
+                num_processes=options.processes,
+                perfetto=options.perfetto,
             )
         case _:
             raise AssertionError(options.command)

@@ -59,7 +59,8 @@ def plan(options: argparse.Namespace, *, searcher: Searcher | None = None) -> in
         )
     _report(console, request, subject, choice)
     if request.out is not None:
-        write_plan(request.out, pipeline_plan(choice.planned, subject.ops_of(choice.shape.rows)))
+        ops = subject.ops_of(choice.shape.rows)
+        write_plan(request.out, pipeline_plan(choice.planned, ops, subject.machine))
         console.print(Text(f"written to {request.out}"), soft_wrap=True)
     return 0
 

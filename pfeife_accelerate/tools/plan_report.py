@@ -82,10 +82,12 @@ def memory_table(planned: Planned) -> Table:
     return table
 
 
-def timeline_text(timeline: Timeline, num_ranks: int, width: int) -> Text:
-    """The order to scale, coloured where the console has colours."""
+def timeline_text(timeline: Timeline, num_ranks: int, width: int, *, scale_s: float | None = None) -> Text:
+    """The order to scale, coloured where the console has colours; `scale_s` is the time that fills the width."""
     names = frame(num_ranks)
     columns = max(10, width - len(names[0]) - 2)
+    if scale_s:
+        columns = max(10, round(columns * timeline.makespan_s / scale_s))
     lines = cells(timeline, num_ranks=num_ranks, columns=columns)
     text = Text()
     for name, line in zip(names, lines, strict=True):

@@ -10,23 +10,22 @@ Ignores: what the script does after that call.
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from pfeife_accelerate.config import SECTION, PfeifePlugin, export, overlay
+from pfeife_accelerate.config import PfeifePlugin, export, overlay
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostGraph, Machine, read_cost_file, write_cost_file
 from pfeife_accelerate.session.measuring import measured
+from pfeife_accelerate.tools.launch_command import check_paths, launch_command
 from pfeife_accelerate.tools.models import ModelledModel, ModelOptions, resolve
 from pfeife_accelerate.tools.plan_request import DTYPES
 
@@ -49,14 +48,12 @@ def profile(
 
     Raises: PfeifeError PF234 for files that are not there, PF233 if the script ends without a training call.
     """
-    for path, what in ((script, "script"), (config, "configuration"), (out.absolute().parent, "folder")):
-        if path is not None and not path.exists():
-            raise PfeifeError(id="PF234", what=f"the {what} {path} does not exist", where="pfeife profile")
+    check_paths(script, config, out, where="pfeife profile")
     with tempfile.TemporaryDirectory(prefix="pfeife-profile-") as folder:
         made = Path(folder) / out.name
         wanted = PfeifePlugin(profile_file=str(made), on_capture_failure="error")
         export(overlay(wanted, PfeifePlugin.from_environment()))
-        command = _command(script, arguments, config, num_processes, Path(folder))
+        command = launch_command(script, arguments, config, num_processes, Path(folder))
         code = subprocess.run(command, check=False).returncode
         if code != 0:
             return code
@@ -110,28 +107,6 @@ def _report(console: Console, graph: CostGraph, machine: Machine, out: Path) -> 
     console.print(_kinds(graph))
     console.print(_facts(graph, machine))
     console.print(f"written: {out}", soft_wrap=True)
-
-
-def _command(
-    script: Path, arguments: Sequence[str], config: Path | None, num_processes: int | None, folder: Path
-) -> list[str]:
-    """The launcher's command line; without a configuration, as many local processes as there are GPUs, or two."""
-    if config is None:
-        gpus = torch.cuda.device_count()
-        config = folder / "config.yaml"
-        plain: dict[str, Any] = {
-            "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "MULTI_GPU" if gpus else "MULTI_CPU",
-            "num_machines": 1,
-            "num_processes": num_processes or gpus or 2,
-            "main_process_port": 0,  # any that is free
-            SECTION: {},
-        }
-        config.write_text(yaml.safe_dump(plain), encoding="utf-8")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    if num_processes is not None:
-        launch += ["--num_processes", str(num_processes)]
-    return [*launch, str(script), *arguments]
 
 
 @dataclass

@@ -1,0 +1,152 @@
+"""When each action of a rank really ran: notes taken while the executor works through its list.
+
+Models: a computation starts when the one before it has ended and all that it waits for is there: the executor fetches
+that first. A transfer starts when it is given to the transport, and ends when the other rank has it.
+Ignores: other ranks' clocks, and what happens inside an action.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from pfeife_accelerate.ir.actions import Action
+from pfeife_accelerate.ir.record import ClockFit, RankRecord
+from pfeife_accelerate.runtime.arrivals import TimedReceive, Watchers, noted_in_stream
+from pfeife_accelerate.runtime.moments import Mark, Moments, moments_of
+from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
+
+__all__ = ["Recorder"]
+
+
+@final
+class Recorder:
+    """Takes notes of one rank, step by step; `transport` is to be used in place of the rank's own.
+
+    `waits_in_stream`: waiting for a receive does not stop the host (nccl).
+    """
+
+    def __init__(self, transport: AbstractTransport, device: torch.device, *, waits_in_stream: bool = False) -> None:
+        self._moments: Moments = moments_of(device)
+        self.transport = _RecordingTransport(transport, self._moments, device, waits_in_stream=waits_in_stream)
+        self.begin()
+
+    def begin(self) -> None:
+        """Before the first action of a step."""
+        self._compute: list[tuple[Action, Mark, Mark]] = []
+        self._sends: list[tuple[Action, Mark]] = []
+        self._receives: list[tuple[Action, list[TimedReceive]]] = []
+        self.transport.forget()
+        self.transport.latest = self._moments.now()
+
+    def ended(self, action: Action) -> None:
+        """The executor has done one action of its list; a send or receive of it has been started."""
+        transport = self.transport
+        if action.kind.is_compute:
+            start = transport.latest
+            transport.latest = self._moments.now()
+            self._compute.append((action, start, transport.latest))
+        elif transport.posted:
+            self._receives.append((action, transport.posted))
+            transport.posted = []
+        elif transport.first_send is not None:
+            self._sends.append((action, transport.first_send))
+            transport.first_send = None
+
+    def record(self, rank: int, clock: ClockFit) -> RankRecord:
+        """The step's notes, once it is over."""
+        read = self._moments.read_ns
+        return RankRecord(
+            rank=rank,
+            compute=tuple((str(action), read(start), read(end)) for action, start, end in self._compute),
+            sends=tuple((str(action), read(start)) for action, start in self._sends),
+            receives=tuple(
+                (str(action), max(read(one.arrived) for one in posted)) for action, posted in self._receives
+            ),
+            clock=clock,
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        self.transport.close()
+
+
+@final
+class _RecordingTransport(AbstractTransport):
+    """Passes everything on, and notes when; what it noted belongs to the action that the executor ends next."""
+
+    def __init__(
+        self, inner: AbstractTransport, moments: Moments, device: torch.device, *, waits_in_stream: bool
+    ) -> None:
+        self._inner = inner
+        self._moments = moments
+        self._device = device
+        self._streams: dict[int, torch.cuda.Stream] | None = {} if waits_in_stream else None
+        self._watchers = Watchers()
+        self.latest: Mark = None
+        """The end of the last computation, or of the last wait behind it."""
+        self.first_send: Mark | None = None
+        self.posted: list[TimedReceive] = []
+
+    def forget(self) -> None:
+        self.first_send, self.posted = None, []
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._inner.num_ranks
+
+    @property
+    def waiting_for(self) -> int | None:
+        return self._inner.waiting_for
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        if self.first_send is None:
+            self.first_send = self._moments.now()
+        self._inner.send(tensor, peer, tag)
+
+    def post_receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, peer: int, tag: int
+    ) -> PendingReceive:
+        receive = self._timed(self._inner.post_receive(shape, dtype, device, peer, tag), peer)
+        self.posted.append(receive)
+        return _RecordedReceive(self, receive)
+
+    def _timed(self, receive: PendingReceive, peer: int) -> TimedReceive:
+        if isinstance(receive, TimedReceive):
+            return receive
+        if self._streams is None:
+            return self._watchers.watch(receive, peer)
+        if peer not in self._streams:
+            self._streams[peer] = torch.cuda.Stream(self._device)
+        return noted_in_stream(receive, self._streams[peer], self._moments)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def abort(self, reason: str) -> None:
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        self._watchers.close()
+
+    def note_wait(self) -> None:
+        self.latest = self._moments.now()
+
+
+@final
+class _RecordedReceive(PendingReceive):
+    __slots__ = ("_receive", "_transport")
+
+    def __init__(self, transport: _RecordingTransport, receive: TimedReceive) -> None:
+        self._transport = transport
+        self._receive = receive
+
+    def wait(self) -> torch.Tensor:
+        tensor = self._receive.wait()
+        self._transport.note_wait()
+        return tensor
