@@ -13,9 +13,9 @@ import torch
 
 from pfeife_accelerate.ir.actions import Action
 from pfeife_accelerate.ir.record import ClockFit, RankRecord
-from pfeife_accelerate.runtime.arrivals import TimedReceive, Watchers, noted_in_stream
+from pfeife_accelerate.runtime.arrivals import Taken, TimedReceive, Watchers, noted_in_stream
 from pfeife_accelerate.runtime.moments import Mark, Moments, moments_of
-from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
+from pfeife_accelerate.runtime.transport import AbstractTransport, FreeReceive, PendingReceive
 
 __all__ = ["Recorder"]
 
@@ -35,7 +35,7 @@ class Recorder:
     def begin(self) -> None:
         """Before the first action of a step."""
         self._compute: list[tuple[Action, Mark, Mark]] = []
-        self._sends: list[tuple[Action, Mark]] = []
+        self._sends: list[tuple[Action, Mark, Mark]] = []
         self._receives: list[tuple[Action, list[TimedReceive]]] = []
         self.transport.forget()
         self.transport.latest = self._moments.now()
@@ -51,7 +51,7 @@ class Recorder:
             self._receives.append((action, transport.posted))
             transport.posted = []
         elif transport.first_send is not None:
-            self._sends.append((action, transport.first_send))
+            self._sends.append((action, transport.first_send, self._moments.now()))
             transport.first_send = None
 
     def record(self, rank: int, clock: ClockFit) -> RankRecord:
@@ -60,12 +60,16 @@ class Recorder:
         return RankRecord(
             rank=rank,
             compute=tuple((str(action), read(start), read(end)) for action, start, end in self._compute),
-            sends=tuple((str(action), read(start)) for action, start in self._sends),
-            receives=tuple(
-                (str(action), max(read(one.arrived) for one in posted)) for action, posted in self._receives
-            ),
+            sends=tuple((str(action), read(start), read(end)) for action, start, end in self._sends),
+            receives=tuple((str(action), *self._waited_ns(posted)) for action, posted in self._receives),
             clock=clock,
         )
+
+    def _waited_ns(self, posted: list[TimedReceive]) -> tuple[int | None, int]:
+        """From the first tensor of a message to the last."""
+        waits = [receive.waited for receive in posted]
+        begins = [self._moments.read_ns(begin) for begin, _ in waits if begin is not None]
+        return min(begins, default=None), max(self._moments.read_ns(end) for _, end in waits)
 
     def close(self) -> None:
         """End the threads."""
@@ -120,7 +124,11 @@ class _RecordingTransport(AbstractTransport):
         if isinstance(receive, TimedReceive):
             return receive
         if self._streams is None:
-            return self._watchers.watch(receive, peer)
+            return (
+                self._watchers.watch(receive, peer)
+                if isinstance(receive, FreeReceive)
+                else Taken(receive, self._moments)
+            )
         if peer not in self._streams:
             self._streams[peer] = torch.cuda.Stream(self._device)
         return noted_in_stream(receive, self._streams[peer], self._moments)

@@ -33,6 +33,10 @@ class PendingReceive(ABC):
         """Block until the tensor is there, and return it."""
 
 
+class FreeReceive(PendingReceive):
+    """A receive that any thread may wait for, one of them once; it makes progress by itself meanwhile."""
+
+
 class AbstractTransport(ABC):
     """Sends and receives tensors between ranks `0 .. num_ranks - 1`."""
 
@@ -189,7 +193,7 @@ class DistributedTransport(AbstractTransport):
 
 
 @final
-class _DistributedReceive(PendingReceive):
+class _DistributedReceive(FreeReceive):
     __slots__ = ("_buffer", "_device", "_peer", "_tag", "_transport", "_work")
 
     def __init__(
@@ -354,7 +358,7 @@ class LocalTransport(AbstractTransport):
 
 
 @final
-class _LocalReceive(PendingReceive):
+class _LocalReceive(FreeReceive):
     __slots__ = ("_device", "_expected", "_key", "_transport")
 
     def __init__(

@@ -86,7 +86,7 @@ def markdown(rows: list[Row], cost: Cost | None) -> str:
         "backward twice as long, a message 3 to 6 ms. Idle: the share of the step in which ranks do not compute. Of",
         f"{TRIES} runs the one with the median length. The largest difference is {max(known):.1%}.",
         "",
-        "| ranks | micro-batches | order | actions | simulated, ms | recorded, ms | difference | idle | idle, recorded |",
+        "| ranks | micro-batches | order | actions | simulated, ms | recorded, ms | error | idle | idle, recorded |",
         "|--:|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
