@@ -88,10 +88,6 @@ class _Run:
     def forward(self, stage: int, microbatch: int) -> None:
         program, data = self.program.stages[stage], self.inputs.microbatches[microbatch]
         arguments = [self.argument(kind.kind, kind.name, data) for kind in program.inputs]
-        if stage == self.program.loss_stage:
-            for name in self.program.loss_values:
-                if name not in program.outputs:
-                    self.value(name, data)  # wait here: what follows is computing alone
         training = self.inputs.training
         with torch.set_grad_enabled(training), self.autocast():
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.runtime.outbox import Outbox
 
-# A gloo send knows that it has completed only when it is waited for. Sends from this size on are waited for by a
-# thread, so that their memory is freed during the step; smaller ones are kept until flush.
+# Gloo sends complete only when waited for. A thread waits for those from this size on, to free them during the step.
 _RELEASE_EARLY_BYTES = 64 * 1024
 
 
@@ -34,7 +33,7 @@ class PendingReceive(ABC):
 
 
 class FreeReceive(PendingReceive):
-    """A receive that any thread may wait for, one of them once; it makes progress by itself meanwhile."""
+    """A receive that makes progress by itself, and that any thread may wait for, once."""
 
 
 class AbstractTransport(ABC):
@@ -247,8 +246,7 @@ class _Exchange:
     def note(self, tags: dict[tuple[int, int], list[int]], sender: int, receiver: int, tag: int) -> None:
         """Keep the order of tags of a pair, and compare what is known of both sides."""
         tags.setdefault((sender, receiver), []).append(tag)
-        ours = self.sent_tags.get((sender, receiver), [])
-        theirs = self.posted_tags.get((sender, receiver), [])
+        ours, theirs = (side.get((sender, receiver), []) for side in (self.sent_tags, self.posted_tags))
         count = min(len(ours), len(theirs))
         if ours[count - 1 : count] != theirs[count - 1 : count]:
             raise PfeifeError(
@@ -329,8 +327,8 @@ class LocalTransport(AbstractTransport):
             for pair, count in list(exchange.sent.items()):  # others send while this one waits
                 if pair[0] == self._rank:
                     self._waiting_for = pair[1]
-                    what = f"rank {pair[1]} to receive tag {pair[2]}"
-                    exchange.wait_for(partial(exchange.is_posted, pair, count), self._rank, what)
+                    is_posted = partial(exchange.is_posted, pair, count)
+                    exchange.wait_for(is_posted, self._rank, f"rank {pair[1]} to receive tag {pair[2]}")
         self._waiting_for = None
 
     def abort(self, reason: str) -> None:
