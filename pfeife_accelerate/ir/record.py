@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from pfeife_accelerate.errors import InternalError
 from pfeife_accelerate.ir.actions import Action, ActionKind
@@ -68,13 +69,14 @@ class ClockFit:
 class RankRecord:
     """One rank's notes of one step, in nanoseconds of its own clock; actions in their text form.
 
-    `compute` are (action, start, end); `sends` (SEND, start); `receives` (RECV, the moment when all of it was there).
+    `compute` are (action, start, end); `sends` (SEND, given to the transport, back from there); `receives` (RECV, since
+    when it was waited for, when all of it was there); None: it was waited for all the time.
     """
 
     rank: int
     compute: tuple[tuple[str, int, int], ...]
-    sends: tuple[tuple[str, int], ...]
-    receives: tuple[tuple[str, int], ...]
+    sends: tuple[tuple[str, int, int], ...]
+    receives: tuple[tuple[str, int | None, int], ...]
     clock: ClockFit
 
 
@@ -84,21 +86,23 @@ def assembled(records: Sequence[RankRecord]) -> Timeline:
     Raises: InternalError PF433 where a transfer was sent and not received, or the other way round.
     """
     intervals: list[tuple[Action, int, float, float]] = []
-    arrived_ns: dict[tuple[int, str], float] = {}
+    received: dict[tuple[int, str], tuple[float, float]] = {}
     for record in records:
         fit = record.clock.to_reference
         intervals += ((Action.parse(text), record.rank, fit(start), fit(end)) for text, start, end in record.compute)
-        arrived_ns.update({(record.rank, text): fit(end) for text, end in record.receives})
+        for text, begin, end in record.receives:
+            received[record.rank, text] = (-inf if begin is None else fit(begin)), fit(end)
     for record in records:
-        for text, start in record.sends:
+        fit = record.clock.to_reference
+        for text, start, left in record.sends:
             action = Action.parse(text)
             assert action.peer is not None
-            end_ns = arrived_ns.pop((action.peer, str(_other_side(action, record.rank))), None)
-            if end_ns is None:
+            waited = received.pop((action.peer, str(_other_side(action, record.rank))), None)
+            if waited is None:
                 raise InternalError(id="PF433", what=f"rank {action.peer} has not noted that it received {text}")
-            intervals.append((action, record.rank, record.clock.to_reference(start), end_ns))
-    if arrived_ns:
-        rank, text = next(iter(arrived_ns))
+            intervals.append((action, record.rank, fit(start), _arrival_ns(fit(left), *waited)))
+    if received:
+        rank, text = next(iter(received))
         raise InternalError(id="PF433", what=f"rank {rank} noted {text}, which nobody has sent")
     first_ns = min((start for _, _, start, _ in intervals), default=0.0)
     found = (
@@ -106,6 +110,11 @@ def assembled(records: Sequence[RankRecord]) -> Timeline:
         for action, rank, start, end in intervals
     )
     return Timeline(intervals=tuple(sorted(found, key=lambda i: (i.start_s, i.rank, i.end_s))))
+
+
+def _arrival_ns(left: float, begin: float, end: float) -> float:
+    """When a message could have been there: what a rank takes long after it was sent has lain ready."""
+    return left + max(0.0, end - max(begin, left))
 
 
 def _other_side(send: Action, sender: int) -> Action:

@@ -2,7 +2,8 @@
 
 Models: a backend that tells so only to who waits (gloo): a thread for each peer waits in the order of posting, which is
 the order of sending, and the executor waits for the thread; a backend whose waits are put into a stream (nccl): a
-stream of its own waits and notes. Ignores: a message that overtakes another one of its peer; it is noted late.
+stream of its own waits and notes; one whose messages lie ready until they are taken: what taking them took is noted.
+Ignores: a message that overtakes another one of its peer; it is noted late.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import final
 import torch
 
 from pfeife_accelerate.runtime.moments import Mark, Moments
-from pfeife_accelerate.runtime.transport import PendingReceive
+from pfeife_accelerate.runtime.transport import FreeReceive, PendingReceive
 
-__all__ = ["TimedReceive", "Watchers", "noted_in_stream"]
+__all__ = ["Taken", "TimedReceive", "Watchers", "noted_in_stream"]
 
 
 class TimedReceive(PendingReceive):
@@ -26,8 +27,11 @@ class TimedReceive(PendingReceive):
 
     @property
     @abstractmethod
-    def arrived(self) -> Mark:
-        """When; to be asked after the tensor has been waited for, or the schedule is over."""
+    def waited(self) -> tuple[Mark | None, Mark]:
+        """Since when it was waited for (None: all the time), and when it was there.
+
+        To be asked after the tensor has been waited for, or the schedule is over.
+        """
 
 
 class Watchers:
@@ -36,7 +40,7 @@ class Watchers:
     def __init__(self) -> None:
         self._queues: dict[int, SimpleQueue[_Watched | None]] = {}
 
-    def watch(self, receive: PendingReceive, peer: int) -> TimedReceive:
+    def watch(self, receive: FreeReceive, peer: int) -> TimedReceive:
         """From here on the thread waits for this receive: nobody else may."""
         queue = self._queues.get(peer)
         if queue is None:
@@ -76,9 +80,9 @@ class _Watched(TimedReceive):
         return tensor
 
     @property
-    def arrived(self) -> Mark:
+    def waited(self) -> tuple[Mark | None, Mark]:
         with self._lock:
-            return self._arrived_ns
+            return None, self._arrived_ns
 
     def fetch(self) -> None:
         """In the thread: wait, and note when it came."""
@@ -110,8 +114,8 @@ class _NotedInStream(TimedReceive):
         return self._receive.wait()
 
     @property
-    def arrived(self) -> Mark:
-        return self._mark
+    def waited(self) -> tuple[Mark | None, Mark]:
+        return None, self._mark
 
 
 def noted_in_stream(receive: PendingReceive, stream: torch.cuda.Stream, moments: Moments) -> TimedReceive:
@@ -119,3 +123,28 @@ def noted_in_stream(receive: PendingReceive, stream: torch.cuda.Stream, moments:
     with torch.cuda.stream(stream):
         receive.wait()
         return _NotedInStream(receive, moments.now())
+
+
+@final
+class Taken(TimedReceive):
+    """A receive that nobody but the executor may wait for."""
+
+    __slots__ = ("_marks", "_moments", "_receive")
+
+    def __init__(self, receive: PendingReceive, moments: Moments) -> None:
+        self._receive = receive
+        self._moments = moments
+        self._marks: tuple[Mark, Mark] | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Take it, and note what that took."""
+        begin = self._moments.now()
+        tensor = self._receive.wait()
+        self._marks = begin, self._moments.now()
+        return tensor
+
+    @property
+    def waited(self) -> tuple[Mark | None, Mark]:
+        """When taking it began and ended."""
+        assert self._marks is not None, "what is posted is waited for"
+        return self._marks

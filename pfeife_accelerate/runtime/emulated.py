@@ -10,9 +10,10 @@ Ignores: memory, values (every tensor has one element), and whatever is computed
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -29,6 +30,11 @@ __all__ = ["EmulatedDevice", "EmulatedTransport", "Speeds", "emulated_inputs", "
 
 _DTYPE = torch.float64  # an element holds a moment exactly enough
 _LOSS = "loss"
+
+#: The argument in which an executor that splits backwards gives a stage the list of what it puts off.
+_PUT_OFF = InputKind.__members__.get("LATER")
+#: What a backward puts off: the gradients of parameters.
+Later: TypeAlias = "list[Callable[[], None]]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +138,8 @@ class _EmulatedReceive(TimedReceive):
         return received[:1].clone()
 
     @property
-    def arrived(self) -> Mark:
-        return round(self._arrival_s * 1e9)
+    def waited(self) -> tuple[Mark | None, Mark]:
+        return None, round(self._arrival_s * 1e9)
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
@@ -143,24 +149,26 @@ class _Work(torch.autograd.Function):
     """Takes time on the way back; the way forth is timed by the stage."""
 
     @staticmethod
-    def forward(
-        ctx: Any, device: EmulatedDevice, seconds: float, number: int, *read: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.device, ctx.seconds, ctx.number_read = device, seconds, len(read)
-        return tuple(torch.ones(1, dtype=_DTYPE) for _ in range(number))
+    def forward(ctx: Any, stage: _Stage, later: Later | None, *read: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.stage, ctx.later, ctx.number_read = stage, later, len(read)
+        return tuple(torch.ones(1, dtype=_DTYPE) for _ in range(stage.num_outputs))
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.device.work(ctx.seconds)
-        return (None, None, None, *(torch.ones(1, dtype=_DTYPE) for _ in range(ctx.number_read)))
+        stage = ctx.stage
+        stage.device.work(stage.input_s)
+        if ctx.later is None:
+            stage.device.work(stage.weight_s)
+        else:
+            ctx.later.append(partial(stage.device.work, stage.weight_s))
+        return (None, None, *(torch.ones(1, dtype=_DTYPE) for _ in range(ctx.number_read)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
     """What a stage's program does: `run` of a `StageProgram`.
 
-    The gradients of values and those of the parameter are separate nodes of the graph, so that either can be asked for
-    alone. `anchor` makes the first one a part of the backward where no value of another stage is read.
+    `anchor` makes the stage a part of the backward where no value of another stage is read.
     """
 
     device: EmulatedDevice
@@ -169,14 +177,14 @@ class _Stage:
     weight_s: float
     num_outputs: int
 
-    def __call__(self, weight: torch.Tensor, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.put_off(None, anchor, *values)
+
+    def put_off(self, later: Later | None, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same with a list for the gradients of parameters."""
         self.device.work(self.forward_s)
-        outputs: tuple[torch.Tensor, ...]
-        outputs = _Work.apply(self.device, self.input_s, self.num_outputs, anchor, *values)
-        if not self.weight_s:
-            return outputs
-        (own,) = _Work.apply(self.device, self.weight_s, 1, weight)
-        return tuple(output + own for output in outputs)
+        outputs: tuple[torch.Tensor, ...] = _Work.apply(self, later, anchor, *values)
+        return outputs
 
 
 class _Loss:
@@ -198,16 +206,18 @@ def emulated_program(
     def program(stage: int) -> StageProgram:
         outputs = (*(_name(m.route) for m in made[stage]), *((_LOSS,) if stage == last else ()))
         back = ActionKind.INPUT_GRADIENT if is_split else ActionKind.BACKWARD
-        run = _Stage(
+        work = _Stage(
             device=device,
             forward_s=speeds.compute_s[ActionKind.FORWARD, stage],
             input_s=speeds.compute_s[back, stage],
             weight_s=speeds.compute_s[ActionKind.WEIGHT_GRADIENT, stage] if is_split else 0.0,
             num_outputs=len(outputs),
         )
-        inputs = [StageInput(kind=InputKind.STATE, name=f"weight{stage}")]
-        inputs.append(StageInput(kind=InputKind.MODEL_INPUT, name="anchor"))
+        inputs = [StageInput(kind=InputKind.MODEL_INPUT, name="anchor")]
+        if is_split and _PUT_OFF is not None:
+            inputs.insert(0, StageInput(kind=_PUT_OFF, name="later"))
         inputs += (StageInput(kind=InputKind.VALUE, name=_name(m.route)) for m in read[stage])
+        run = work.put_off if is_split and _PUT_OFF is not None else work
         return StageProgram(index=stage, run=run, inputs=tuple(inputs), outputs=outputs)
 
     own = lowered.stages_of(rank)
@@ -229,16 +239,15 @@ def emulated_program(
     )
 
 
-def emulated_inputs(program: RankProgram, messages: Messages, num_microbatches: int) -> StepInputs:
+def emulated_inputs(messages: Messages, num_microbatches: int) -> StepInputs:
     """The data of a step: one row for each micro-batch."""
-    weights = {f"weight{s}": torch.zeros(1, dtype=_DTYPE, requires_grad=True) for s in program.stages}
     anchor = torch.zeros(1, dtype=_DTYPE, requires_grad=True)
     values = {_name(m.route): ValueInfo(shape=(1,), dtype=_DTYPE, requires_grad=m.has_grad) for m in messages}
     batches = (
         MicrobatchInputs(rows=rows, arguments={"anchor": anchor}, sizes={}, values=values)
         for rows in divide(num_microbatches, num_microbatches)
     )
-    return StepInputs(microbatches=tuple(batches), states=weights, training=True, loss=_Loss())
+    return StepInputs(microbatches=tuple(batches), states={}, training=True, loss=_Loss())
 
 
 def sends_s(actions: Sequence[Action], speeds: Speeds) -> list[float]:

@@ -75,7 +75,7 @@ def run_rank(
     """One rank's part, from `start_s` of the host's clock on."""
     rank, device = transport.rank, EmulatedDevice(time.perf_counter())
     program = emulated_program(lowered, rank, messages, speeds, device)
-    inputs = emulated_inputs(program, messages, lowered.num_microbatches)
+    inputs = emulated_inputs(messages, lowered.num_microbatches)
     emulated = EmulatedTransport(transport, device, sends_s(program.actions, speeds))
     recorder = Recorder(emulated, _CPU)
     state = StepState(lowered.num_microbatches)

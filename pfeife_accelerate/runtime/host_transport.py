@@ -184,8 +184,8 @@ class _HostReceive(TimedReceive):
         self.arrived_ns = 0
 
     @property
-    def arrived(self) -> Mark:
-        return self.arrived_ns
+    def waited(self) -> tuple[Mark | None, Mark]:
+        return None, self.arrived_ns
 
     def wait(self) -> torch.Tensor:
         buffer = self._transport.fill(self)

@@ -1,7 +1,7 @@
 """When each action of a rank really ran: notes taken while the executor works through its list.
 
-Models: a computation starts when the one before it has ended and all that it waits for is there: the executor fetches
-that first. A transfer starts when it is given to the transport, and ends when the other rank has it.
+Models: a computation lasts from the end of the action before it to its own, less what it waits for; it is taken to wait
+first. A transfer starts when it is given to the transport, and ends when the other rank has it.
 Ignores: other ranks' clocks, and what happens inside an action.
 """
 
@@ -13,9 +13,9 @@ import torch
 
 from pfeife_accelerate.ir.actions import Action
 from pfeife_accelerate.ir.record import ClockFit, RankRecord
-from pfeife_accelerate.runtime.arrivals import TimedReceive, Watchers, noted_in_stream
+from pfeife_accelerate.runtime.arrivals import Taken, TimedReceive, Watchers, noted_in_stream
 from pfeife_accelerate.runtime.moments import Mark, Moments, moments_of
-from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
+from pfeife_accelerate.runtime.transport import AbstractTransport, FreeReceive, PendingReceive
 
 __all__ = ["Recorder"]
 
@@ -34,38 +34,43 @@ class Recorder:
 
     def begin(self) -> None:
         """Before the first action of a step."""
-        self._compute: list[tuple[Action, Mark, Mark]] = []
-        self._sends: list[tuple[Action, Mark]] = []
+        self._compute: list[tuple[Action, Mark, Mark, list[tuple[Mark, Mark]]]] = []
+        self._sends: list[tuple[Action, Mark, Mark]] = []
         self._receives: list[tuple[Action, list[TimedReceive]]] = []
-        self.transport.forget()
-        self.transport.latest = self._moments.now()
+        self.transport.begin_action()
+        self._latest = self._moments.now()
 
     def ended(self, action: Action) -> None:
         """The executor has done one action of its list; a send or receive of it has been started."""
-        transport = self.transport
+        transport, begin = self.transport, self._latest
+        self._latest = self._moments.now()
         if action.kind.is_compute:
-            start = transport.latest
-            transport.latest = self._moments.now()
-            self._compute.append((action, start, transport.latest))
+            self._compute.append((action, begin, self._latest, transport.waits))
         elif transport.posted:
             self._receives.append((action, transport.posted))
-            transport.posted = []
-        elif transport.first_send is not None:
-            self._sends.append((action, transport.first_send))
-            transport.first_send = None
+        elif transport.has_sent:
+            self._sends.append((action, begin, self._latest))
+        transport.begin_action()
 
     def record(self, rank: int, clock: ClockFit) -> RankRecord:
         """The step's notes, once it is over."""
         read = self._moments.read_ns
         return RankRecord(
             rank=rank,
-            compute=tuple((str(action), read(start), read(end)) for action, start, end in self._compute),
-            sends=tuple((str(action), read(start)) for action, start in self._sends),
-            receives=tuple(
-                (str(action), max(read(one.arrived) for one in posted)) for action, posted in self._receives
+            compute=tuple(
+                (str(action), read(begin) + sum(read(there) - read(since) for since, there in waits), read(end))
+                for action, begin, end, waits in self._compute
             ),
+            sends=tuple((str(action), read(start), read(end)) for action, start, end in self._sends),
+            receives=tuple((str(action), *self._waited_ns(posted)) for action, posted in self._receives),
             clock=clock,
         )
+
+    def _waited_ns(self, posted: list[TimedReceive]) -> tuple[int | None, int]:
+        """From the first tensor of a message to the last."""
+        waits = [receive.waited for receive in posted]
+        begins = [self._moments.read_ns(begin) for begin, _ in waits if begin is not None]
+        return min(begins, default=None), max(self._moments.read_ns(end) for _, end in waits)
 
     def close(self) -> None:
         """End the threads."""
@@ -84,13 +89,12 @@ class _RecordingTransport(AbstractTransport):
         self._device = device
         self._streams: dict[int, torch.cuda.Stream] | None = {} if waits_in_stream else None
         self._watchers = Watchers()
-        self.latest: Mark = None
-        """The end of the last computation, or of the last wait behind it."""
-        self.first_send: Mark | None = None
-        self.posted: list[TimedReceive] = []
+        self.begin_action()
 
-    def forget(self) -> None:
-        self.first_send, self.posted = None, []
+    def begin_action(self) -> None:
+        self.has_sent = False
+        self.posted: list[TimedReceive] = []
+        self.waits: list[tuple[Mark, Mark]] = []
 
     @property
     def rank(self) -> int:
@@ -105,8 +109,7 @@ class _RecordingTransport(AbstractTransport):
         return self._inner.waiting_for
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        if self.first_send is None:
-            self.first_send = self._moments.now()
+        self.has_sent = True
         self._inner.send(tensor, peer, tag)
 
     def post_receive(
@@ -120,7 +123,11 @@ class _RecordingTransport(AbstractTransport):
         if isinstance(receive, TimedReceive):
             return receive
         if self._streams is None:
-            return self._watchers.watch(receive, peer)
+            return (
+                self._watchers.watch(receive, peer)
+                if isinstance(receive, FreeReceive)
+                else Taken(receive, self._moments)
+            )
         if peer not in self._streams:
             self._streams[peer] = torch.cuda.Stream(self._device)
         return noted_in_stream(receive, self._streams[peer], self._moments)
@@ -134,8 +141,11 @@ class _RecordingTransport(AbstractTransport):
     def close(self) -> None:
         self._watchers.close()
 
-    def note_wait(self) -> None:
-        self.latest = self._moments.now()
+    def wait(self, receive: TimedReceive) -> torch.Tensor:
+        begin = self._moments.now()
+        tensor = receive.wait()
+        self.waits.append((begin, self._moments.now()))
+        return tensor
 
 
 @final
@@ -147,6 +157,4 @@ class _RecordedReceive(PendingReceive):
         self._receive = receive
 
     def wait(self) -> torch.Tensor:
-        tensor = self._receive.wait()
-        self._transport.note_wait()
-        return tensor
+        return self._transport.wait(self._receive)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.runtime.outbox import Outbox
 
-# A gloo send knows that it has completed only when it is waited for. Sends from this size on are waited for by a
-# thread, so that their memory is freed during the step; smaller ones are kept until flush.
+# Gloo sends complete only when waited for. A thread waits for those from this size on, to free them during the step.
 _RELEASE_EARLY_BYTES = 64 * 1024
 
 
@@ -27,6 +26,10 @@ class PendingReceive(ABC):
     @abstractmethod
     def wait(self) -> torch.Tensor:
         """Block until the tensor is there, and return it."""
+
+
+class FreeReceive(PendingReceive):
+    """A receive that makes progress by itself, and that any thread may wait for, once."""
 
 
 class AbstractTransport(ABC):
@@ -190,7 +193,7 @@ class DistributedTransport(AbstractTransport):
 
 
 @final
-class _DistributedReceive(PendingReceive):
+class _DistributedReceive(FreeReceive):
     __slots__ = ("_buffer", "_device", "_peer", "_tag", "_transport", "_work")
 
     def __init__(

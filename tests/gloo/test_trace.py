@@ -58,7 +58,7 @@ def check_sound(trace: Trace, timeline: Timeline, clock_error_s: float) -> None:
             made = at[rank, Action(kind=ActionKind.FORWARD, stage=action.stage, microbatch=action.microbatch)]
             assert made.end_s <= interval.start_s, "it is sent when it has been made"
             read = Action(kind=ActionKind.FORWARD, stage=action.reader, microbatch=action.microbatch)
-            assert interval.end_s <= at[action.peer, read].start_s + clock_error_s, "it is read when it is there"
+            assert interval.end_s <= at[action.peer, read].end_s + clock_error_s, "it is read when it is there"
 
 
 def pfeife_trace(folder: Path, script: str, *arguments: str) -> Result:

@@ -34,15 +34,15 @@ def two_ranks(shift_ns, clock):
         0,
         steady(0),
         compute=(("0F0", 10 * MS, 12 * MS), ("0B0", 20 * MS, 24 * MS)),
-        sends=(("0SEND_F0>1@1", 12 * MS),),
-        receives=(("0RECV_B0>1@1", 20 * MS),),
+        sends=(("0SEND_F0>1@1", 12 * MS, 12 * MS),),
+        receives=(("0RECV_B0>1@1", None, 20 * MS),),
     )
     second = record(
         1,
         clock,
         compute=(("1F0", 13 * MS - shift_ns, 15 * MS - shift_ns), ("1B0", 15 * MS - shift_ns, 19 * MS - shift_ns)),
-        sends=(("0SEND_B0>1@0", 19 * MS - shift_ns),),
-        receives=(("0RECV_F0>1@0", 13 * MS - shift_ns),),
+        sends=(("0SEND_B0>1@0", 19 * MS - shift_ns, 19 * MS - shift_ns),),
+        receives=(("0RECV_F0>1@0", None, 13 * MS - shift_ns),),
     )
     return assembled([first, second])
 
@@ -96,12 +96,27 @@ def test_the_error_is_that_of_the_worse_reading():
 
 
 def test_a_transfer_that_only_one_side_noted_is_a_fault_of_ours():
-    send = record(0, steady(0), sends=(("0SEND_F0>1@1", 1),))
+    send = record(0, steady(0), sends=(("0SEND_F0>1@1", 1, 1),))
     with pytest.raises(InternalError, match="PF433 rank 1 has not noted that it received 0SEND_F0>1@1"):
         assembled([send, record(1, steady(0))])
     with pytest.raises(InternalError, match="PF433 rank 1 noted 0RECV_F0>1@0, which nobody has sent"):
-        assembled([record(0, steady(0)), record(1, steady(0), receives=(("0RECV_F0>1@0", 1),))])
+        assembled([record(0, steady(0)), record(1, steady(0), receives=(("0RECV_F0>1@0", None, 1),))])
 
 
 def test_nothing_noted_is_an_empty_timeline():
     assert assembled([record(0, steady(0))]).intervals == ()
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "arrived"),
+    [
+        (None, 9, 9),  # it was watched for
+        (3, 9, 9),  # the reader was waiting when it was sent
+        (20, 22, 7),  # it had lain ready, and took 2 to be taken
+        (None, 4, 5),  # clocks are not that exact: nothing arrives before it has left
+    ],
+)
+def test_a_message_that_lies_ready_has_arrived_when_it_could_have_been_taken(begin, end, arrived):
+    sender = record(0, steady(0), sends=(("0SEND_F0>1@1", 1, 5),))
+    (transfer,) = assembled([sender, record(1, steady(0), receives=(("0RECV_F0>1@0", begin, end),))]).intervals
+    assert transfer.end_s == pytest.approx((arrived - 1) * 1e-9)
