@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peers_rank import Entry
 
-__all__ = ["LIBRARIES", "ORDERS", "Order", "deepspeed", "ours", "pipelining", "plain", "replicated"]
+__all__ = ["LIBRARIES", "ORDERS", "Order", "deepspeed", "ours", "pipelining", "plain", "profile", "replicated"]
 
 #: What a model is built with: loaded before its memory is counted.
 LIBRARIES: Mapping[str, tuple[str, ...]] = {
@@ -49,10 +49,10 @@ ORDERS: Mapping[str, Order] = {
 }
 
 
-def pipelining(order: str, num_microbatches: int, bounds: Sequence[int]) -> Entry:
+def pipelining(order: str, num_microbatches: int, bounds: Sequence[int], name: str = "") -> Entry:
     """`torch.distributed.pipelining` with one of its schedules; stages are the units between two bounds."""
     return Entry(
-        name=order,
+        name=name or order,
         maker="peers_pipelining:Pipelining",
         num_microbatches=num_microbatches,
         imports=("torch.distributed.pipelining",),
@@ -60,14 +60,15 @@ def pipelining(order: str, num_microbatches: int, bounds: Sequence[int]) -> Entr
     )
 
 
-def deepspeed(num_microbatches: int, bounds: Sequence[int]) -> Entry:
-    """DeepSpeed's pipeline."""
+def deepspeed(num_microbatches: int, bounds: Sequence[int], folder: Path | None) -> Entry:
+    """DeepSpeed's pipeline, installed in a folder of its own or with everything else."""
     return Entry(
         name="DeepSpeed",
         maker="peers_deepspeed:DeepSpeed",
         num_microbatches=num_microbatches,
         imports=("deepspeed", "deepspeed.pipe"),
         environment={"DS_ACCELERATOR": "cpu"},
+        path=() if folder is None else (str(folder),),
         options={"bounds": tuple(bounds)},
     )
 
@@ -80,6 +81,11 @@ def plain(num_microbatches: int | None) -> Entry:
         num_ranks=1,
         num_microbatches=num_microbatches,
     )
+
+
+def profile(num_microbatches: int) -> Entry:
+    """One process that times the units of a model for one micro-batch."""
+    return Entry(name="profile", maker="peers_plain:Profile", num_ranks=1, num_microbatches=num_microbatches)
 
 
 def replicated(name: str) -> Entry:

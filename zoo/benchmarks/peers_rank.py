@@ -31,6 +31,7 @@ class Entry:
     num_ranks: int = 2
     num_microbatches: int | None = None  #: None where the contestant does not cut the batch, or chooses itself
     imports: tuple[str, ...] = ()  #: what belongs to its memory before the start
+    path: tuple[str, ...] = ()  #: folders to import from beside the usual ones
     environment: Mapping[str, str | None] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     is_fresh: bool = False  #: started as a new interpreter instead of as a fork of one that has torch loaded
@@ -107,6 +108,7 @@ def _answer(
     import torch
 
     torch.set_num_threads(1)
+    sys.path += entry.path
     for module in (*libraries, *entry.imports):
         import_module(module)
     if entry.num_ranks > 1 and not entry.is_fresh:
