@@ -32,7 +32,6 @@ from peers_table import markdown, rich_table
 from peers_turns import Contestant, Failure, one_thread_each, started
 from rich.console import Console
 
-ROWS = 8
 BATCH_STATISTICS = ("resnet",)
 MODELS = ("vit", "llama", "resnet", "unet", "tiny")
 #: A peer that is slower than the fastest by more than this is not measured in every round.
@@ -76,10 +75,10 @@ class Turns:
 
 def measure(options: argparse.Namespace, model: str, number: int, folder: Path, store: Store) -> Cell:
     """One cell."""
-    bounds = {order: splits[0] for order, splits in splits_of(model, number, folder, store, 1).items()}
+    bounds = {order: splits[0] for order, splits in splits_of(options, model, number, folder, store).items()}
     entries = list(contestants(options, model, number, folder, bounds))
     turns = Turns()
-    with started(entries, (model, ROWS), folder, warm_up=turns.warm_up) as (playing, failures):
+    with started(entries, (model, options.rows), folder, warm_up=turns.warm_up) as (playing, failures):
         failures |= turns.play(playing, options.rounds, options.full_rounds)
         found = {
             name: Found(
@@ -94,7 +93,7 @@ def measure(options: argparse.Namespace, model: str, number: int, folder: Path, 
         }
     return Cell(
         model=model,
-        rows=ROWS,
+        rows=options.rows,
         num_microbatches=number,
         has_batch_statistics=model in BATCH_STATISTICS,
         found=found,
@@ -117,12 +116,15 @@ def contestants(
     return (entry for entry in every if not options.only or entry.name in options.only)
 
 
-def splits_of(model: str, number: int, folder: Path, store: Store, tried: int) -> dict[str, list[tuple[int, ...]]]:
+def splits_of(
+    options: argparse.Namespace, model: str, number: int, folder: Path, store: Store
+) -> dict[str, list[tuple[int, ...]]]:
     """For each of torch's schedules, the best splits by hand: the one found by trying, or those balanced by time."""
+    tried = options.find_splits or 1
     known = {order: store.split(f"{model}/{number}", order) for order in ORDERS}
     if tried == 1 and all(known.values()):
         return {order: [split] for order, split in known.items() if split}
-    with started([profile(number)], (model, ROWS), folder, warm_up=lambda _: None) as (playing, failures):
+    with started([profile(number)], (model, options.rows), folder, warm_up=lambda _: None) as (playing, failures):
         if failures:
             raise SystemExit("; ".join(failures.values()))
         (seconds,) = playing["profile"].ask("unit_seconds")
@@ -132,12 +134,12 @@ def splits_of(model: str, number: int, folder: Path, store: Store, tried: int) -
     }
 
 
-def find_splits(model: str, number: int, folder: Path, store: Store, tried: int) -> None:
+def find_splits(options: argparse.Namespace, model: str, number: int, folder: Path, store: Store) -> None:
     """Try several splits for each of torch's schedules, and keep the fastest."""
-    for order, candidates in splits_of(model, number, folder, store, tried).items():
+    for order, candidates in splits_of(options, model, number, folder, store).items():
         entries = [pipelining(order, number, bounds, f"{order} {bounds}") for bounds in candidates]
         turns = Turns()
-        with started(entries, (model, ROWS), folder, warm_up=turns.warm_up) as (playing, failures):
+        with started(entries, (model, options.rows), folder, warm_up=turns.warm_up) as (playing, failures):
             turns.play(playing, 2, 2)
             fastest = min(playing, key=lambda name: min(turns.seconds[name]), default=None)
             for name in playing:
@@ -151,7 +153,7 @@ def find_splits(model: str, number: int, folder: Path, store: Store, tried: int)
 def command_line(options: argparse.Namespace) -> str:
     """What was run, without folders of this machine."""
     parts = ["python zoo/benchmarks/peers.py --model", *options.model, "--microbatches"]
-    parts += [*map(str, options.microbatches), "--rounds", str(options.rounds)]
+    parts += [*map(str, options.microbatches), "--rows", str(options.rows), "--rounds", str(options.rounds)]
     parts += ["--full-rounds", str(options.full_rounds)]
     return " ".join([*parts, *(["--deepspeed FOLDER"] if options.deepspeed else [])])
 
@@ -166,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for model in () if options.render else options.model:
             for number in options.microbatches:
                 if options.find_splits:
-                    find_splits(model, number, Path(temporary), store, options.find_splits)
+                    find_splits(options, model, number, Path(temporary), store)
                     continue
                 cell = measure(options, model, number, Path(temporary), store)
                 store.add(cell)
@@ -183,6 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS[:-1]))
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--rows", type=int, default=8, help="of the batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full-rounds", type=int, default=1, help="rounds of all contestants")
     parser.add_argument("--only", nargs="+", help="names of contestants")

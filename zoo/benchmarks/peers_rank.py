@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Entry", "Place", "Steps", "Trainer", "memory_mb", "serve"]
+__all__ = ["Entry", "Holdings", "Place", "Steps", "Trainer", "memory_mb", "serve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,26 @@ class Steps:
     started_s: tuple[float, ...]
     ended_s: tuple[float, ...]
     losses: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What a process holds at a moment."""
+
+    memory_mb: float
+    threads: int
+    descriptors: int
+
+    @classmethod
+    def now(cls) -> Holdings:
+        """Of this process, with garbage collected, so that only what is held counts."""
+        gc.collect()
+        tasks, descriptors = Path("/proc/self/task"), Path("/proc/self/fd")
+        return cls(
+            memory_mb=memory_mb("VmRSS"),
+            threads=len(list(tasks.iterdir())),
+            descriptors=len(list(descriptors.iterdir())) - 1,  # without the one that this listing takes
+        )
 
 
 def serve(
@@ -139,6 +159,8 @@ def _reply(trainer: Trainer, before_mb: float, command: str, *arguments: Any) ->
             return _forget_peak()
         case "peak":
             return memory_mb("VmHWM") - before_mb
+        case "holdings":
+            return Holdings.now()
         case _:
             return getattr(trainer, command)(*arguments)
 
