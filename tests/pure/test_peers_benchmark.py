@@ -157,10 +157,18 @@ def test_host_cost_needs_both_targets():
 
 
 def test_endurance_names_what_has_grown():
-    start = Holdings(memory_mb=700.0, threads=9, descriptors=30)
-    calm = Endured(steps=1000, early=(start,), late=(start,), early_s=0.010, late_s=0.010)
+    start = Holdings(memory_mb=700.0, threads=9, descriptors=30, cpu_s=1.0)
+    calm = Endured(
+        steps=1000,
+        early=(start,),
+        late=(start,),
+        early_s=0.010,
+        late_s=0.010,
+        early_cpu_s=(0.005,),
+        late_cpu_s=(0.005,),
+    )
     assert list(calm.problems()) == []
-    end = Holdings(memory_mb=720.0, threads=10, descriptors=31)
+    end = Holdings(memory_mb=720.0, threads=10, descriptors=31, cpu_s=9.0)
     grown = list(replace(calm, late=(end,), late_s=0.012).problems())
     assert len(grown) == 4
     assert "20.0 MB" in grown[0]

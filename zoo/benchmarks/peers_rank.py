@@ -71,6 +71,7 @@ class Holdings:
     memory_mb: float
     threads: int
     descriptors: int
+    cpu_s: float  #: that it has used so far
 
     @classmethod
     def now(cls) -> Holdings:
@@ -81,6 +82,7 @@ class Holdings:
             memory_mb=memory_mb("VmRSS"),
             threads=len(list(tasks.iterdir())),
             descriptors=len(list(descriptors.iterdir())) - 1,  # without the one that this listing takes
+            cpu_s=time.process_time(),
         )
 
 
