@@ -76,6 +76,10 @@ def test_what_a_cell_lacks_is_not_judged():
     assert checks == {}
 
 
+def test_the_tiny_model_has_no_targets():
+    assert reached(a_cell("tiny")) == {}
+
+
 def test_convolutional_models_have_a_target_of_their_own():
     auto = a_cell("unet", **{AUTO: found(1.9, plan=PLAN)})
     assert reached(auto)["auto: speed over plain"] == (3.1 / 1.9, True)
