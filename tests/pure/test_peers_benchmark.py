@@ -12,10 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "zoo" / "benchmarks"))
 
 from endurance import Endured
 from host_cost import Measured
-from peers_rank import Holdings
+from peers import Turns
+from peers_rank import Entry, Holdings
 from peers_record import ACCUMULATION, AUTO, FIXED, PLAIN, Cell, Found, Store, surroundings
 from peers_split import best_bounds
 from peers_table import markdown, rows
+from peers_turns import Failure, StepRecord
 
 PLAN = {"estimate_s": 1.7, "num_microbatches": 8, "family": "1f1b", "num_stages": 2, "peak_mb": [1, 1]}
 
@@ -176,3 +178,40 @@ def test_endurance_names_what_has_grown():
     grown = list(replace(calm, late=(end,), late_s=0.012).problems())
     assert len(grown) == 4
     assert "20.0 MB" in grown[0]
+
+
+class Pretended:
+    """A contestant whose steps take as long as it says."""
+
+    def __init__(self, name, seconds):
+        self.entry, self.told_s, self.asked = Entry(name=name, maker=""), seconds, 0
+
+    def steps(self, number):
+        self.asked += number
+        if self.told_s is None and self.asked > 2:
+            raise Failure("gone")
+        return [StepRecord(seconds=self.told_s or 1.0, loss=7.0)] * number
+
+    def ask(self, *_):
+        return []
+
+
+@pytest.mark.parametrize(("full_rounds", "slow_steps"), [(0, 1), (2, 2)])
+def test_peers_far_behind_do_the_full_rounds_only(full_rounds, slow_steps):
+    playing = {n: Pretended(n, s) for n, s in {PLAIN: 9.0, "ZBV": 2.0, "1F1B": 2.2, "GPipe": 3.0, FIXED: 1.0}.items()}
+    turns = Turns()
+    for contestant in playing.values():
+        turns.warm_up(contestant)
+    assert turns.play(playing, rounds=4, full_rounds=full_rounds) == {}
+    counts = {name: len(seconds) for name, seconds in turns.seconds.items()}
+    assert counts == {PLAIN: 4, "ZBV": 4, "1F1B": 4, "GPipe": slow_steps, FIXED: 4}
+    assert playing["GPipe"].asked == 2 + full_rounds
+
+
+def test_who_fails_in_a_round_is_named_and_the_others_go_on():
+    playing = {"ZBV": Pretended("ZBV", None), FIXED: Pretended(FIXED, 1.0)}
+    turns = Turns()
+    for contestant in playing.values():
+        turns.warm_up(contestant)
+    assert turns.play(playing, rounds=3, full_rounds=1) == {"ZBV": "gone"}
+    assert len(turns.seconds[FIXED]) == 3

@@ -6,13 +6,16 @@
 
 A cell is a model at a number of micro-batches. Its contestants are started one after the other and then take turns, a
 step each; every one does `--full-rounds` rounds, and what is compared by targets does all `--rounds`: plain, ours, and
-the pipeline peers that are nearly as fast as the fastest. Cells are kept in a JSON file, from which the document is
-made. What does not depend on micro-batches (DDP, FSDP2, ours on auto) takes part in the first cell of a model. With
-`--find-splits`, several splits by hand are tried for each peer, and the best is kept for later runs. DeepSpeed is
-optional, and may be in a folder of its own: `DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation --target FOLDER
-deepspeed hjson ninja py-cpuinfo msgpack einops pydantic pydantic-core annotated-types typing-inspection`, and
-`--deepspeed FOLDER`. Models: steps on one machine, as users run them. Ignores: several machines. Fails (exit status 1)
-where a target is missed.
+the pipeline peers that are nearly as fast as the fastest (with no full rounds, the steps of warming up tell). Cells are
+kept in a JSON file, from which the document is made. What does not depend on micro-batches (DDP, FSDP2, ours on auto)
+takes part in the first cell of a model. With `--find-splits`, several splits by hand are tried for each peer, and the
+best is kept for later runs. DeepSpeed is optional, and may be in a folder of its own, given by `--deepspeed FOLDER`:
+
+    DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation --target FOLDER deepspeed hjson ninja py-cpuinfo msgpack \
+        einops pydantic pydantic-core annotated-types typing-inspection
+
+Models: steps on one machine, as users run them. Ignores: several machines. Fails (exit status 1) where a target is
+missed.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.losses: dict[str, tuple[float, ...]] = {}
+        self.warm_s: dict[str, float] = {}
         self.seconds: dict[str, list[float]] = {}
 
     def warm_up(self, contestant: Contestant) -> None:
@@ -51,10 +55,11 @@ class Turns:
         records = contestant.steps(1)
         contestant.ask("forget the peak")
         records += contestant.steps(1)
+        self.warm_s[contestant.entry.name] = records[-1].seconds
         self.losses[contestant.entry.name] = tuple(record.loss for record in records if record.loss is not None)
 
     def play(self, playing: Mapping[str, Contestant], rounds: int, full_rounds: int) -> dict[str, str]:
-        """All rounds; who fails on the way, and why."""
+        """All rounds; who fails on the way, and why. Who does none keeps the second step of its warming up."""
         self.seconds = {name: [] for name in playing}
         failures: dict[str, str] = {}
         for number in range(max(rounds, full_rounds)):
@@ -64,10 +69,11 @@ class Turns:
                     self.seconds[name] += [record.seconds for record in playing[name].steps(1)]
                 except Failure as failure:
                     failures[name] = str(failure)
+        self.seconds = {name: found or [self.warm_s[name]] for name, found in self.seconds.items()}
         return failures
 
     def _compared(self) -> list[str]:
-        medians = {name: statistics.median(found) for name, found in self.seconds.items() if found}
+        medians = {name: statistics.median(found or [self.warm_s[name]]) for name, found in self.seconds.items()}
         fastest_s = min((medians[name] for name in PIPELINES if name in medians), default=0.0)
         near = [name for name in PIPELINES if name in medians and medians[name] <= NEARLY * fastest_s]
         return [name for name in self.seconds if name in ALWAYS or name in near]
