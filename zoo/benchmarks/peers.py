@@ -1,4 +1,4 @@
-"""Training tools side by side: this package, torch's pipelining, DeepSpeed, DDP, FSDP2 and plain training.
+r"""Training tools side by side: this package, torch's pipelining, DeepSpeed, DDP, FSDP2 and plain training.
 
     python zoo/benchmarks/peers.py --model vit llama resnet unet --microbatches 4 8 --rounds 5
     python zoo/benchmarks/peers.py --model vit --microbatches 8 --find-splits 3
