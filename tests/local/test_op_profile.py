@@ -243,7 +243,12 @@ def test_without_budget_all_is_modelled():
     costs = measure(ops, CPU, budget_s=0.0)
     assert [cost.origin for cost in costs] == [CostOrigin.MODELLED] * 2
     assert costs[0].forward_s < costs[1].forward_s
-    assert costs[1].backward_weight_s > 0
+
+
+def test_the_second_half_of_a_backward_is_what_can_be_put_off():
+    at_once, put_off = measure([linear(), replace(linear(), puts_off=True)], CPU)
+    assert at_once.backward_weight_s == 0 < put_off.backward_weight_s
+    assert at_once.backward_s == pytest.approx(put_off.backward_s)
 
 
 def test_known_profiles_are_used_and_filled():
