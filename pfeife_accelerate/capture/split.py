@@ -6,7 +6,7 @@ micro-batch's shapes, never sent. Parameters, buffers and the call's inputs are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -52,8 +52,16 @@ def value_info(graph: CapturedGraph, name: str, bindings: Mapping[Any, int]) -> 
     )
 
 
-def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> StagedGraph:
-    """Stages of `graph` between `cuts`; `needed` are the values wanted from outside (by the loss, or by the script)."""
+def split(
+    graph: CapturedGraph,
+    cuts: Sequence[int],
+    needed: Iterable[str],
+    make: Callable[..., StageProgram] = make_stage,
+) -> StagedGraph:
+    """Stages of `graph` between `cuts`; `needed` are the values wanted from outside (by the loss, or by the script).
+
+    `make` makes a stage, as `make_stage` does.
+    """
     bounds = (0, *cuts, len(graph.ops))
     stage_of = {node: s for s, (lo, hi) in enumerate(pairwise(bounds)) for node in graph.ops[lo:hi]}
     wanted = [graph.node_of[name] for name in dict.fromkeys(needed)]
@@ -67,7 +75,7 @@ def split(graph: CapturedGraph, cuts: Sequence[int], needed: Iterable[str]) -> S
     for index, (lo, hi) in enumerate(pairwise(bounds)):
         nodes = [n for n in graph.ops[lo:hi] if n in live]
         outputs = [n for n in nodes if n in leaving]
-        stages.append(make_stage(graph, index, nodes, outputs, graph.modes_at(lo), graph.modes_at(hi)))
+        stages.append(make(graph, index, nodes, outputs, graph.modes_at(lo), graph.modes_at(hi)))
     return StagedGraph(
         graph=graph,
         stages=tuple(stages),

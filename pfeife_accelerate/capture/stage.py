@@ -4,7 +4,8 @@ A stage that begins or ends within an autocast or no_grad region enters and leav
 Random operations draw from generator states of their own. Operations of a region that the model wants computed again in
 the backward pass run under `torch.utils.checkpoint`, so that nothing inside it is kept.
 Ignores: regions that change a value from outside, or whose inputs are changed after them, since computing those again
-would give something else: they run once, and keep what they need. Buffers are changed once.
+would give something else: they run once, and keep what they need, as does a part that begins or ends within an autocast
+of its region. Buffers are changed once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from pfeife_accelerate.capture.compiled import Compilation, opaque
 from pfeife_accelerate.capture.graph import NO_MODES, CapturedGraph, Modes, PlaceholderKind
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, is_training_batch_norm, mutates, tensors_in
 from pfeife_accelerate.capture.random_operation import with_own_numbers
@@ -43,12 +45,13 @@ def make_stage(
     outputs: Sequence[fx.Node],
     begin: Modes = NO_MODES,
     end: Modes = NO_MODES,
+    compilation: Compilation | None = None,
 ) -> StageProgram:
     """The stage that runs `nodes`, which are in order, and returns the values of `outputs`.
 
     `begin` and `end` are the modes before its first and after its last operation.
     """
-    maker = _Maker(graph, f"Stage{index}", nodes, outputs, begin, end)
+    maker = _Maker(graph, f"Stage{index}", nodes, outputs, begin, end, compilation)
     forward = maker.make(_runs(graph, nodes))
     inputs = [_stage_input(graph, node) for node in maker.reads]
     if maker.draws_random:
@@ -64,6 +67,8 @@ def _runs(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> list[_Run]:
     for region, members in groupby(nodes, key=region_of):
         run = list(members)
         buffers: list[fx.Node] = []
+        if sum(map(autocast_step, run)) != 0:  # cut within a mode: what follows needs what entered it
+            region = None
         if region is not None:
             own = set(run)
             later = {s for i, target in changed if i >= begin for s in _storages(target)}
@@ -107,8 +112,11 @@ class _Maker:
         outputs: Sequence[fx.Node],
         begin: Modes = NO_MODES,
         end: Modes = NO_MODES,
+        compilation: Compilation | None = None,
     ) -> None:
         self.captured = graph
+        self._compilation = compilation
+        self._nodes = nodes
         self._begin = begin
         self._end = end
         self.name = name
@@ -145,22 +153,34 @@ class _Maker:
         for node in reversed(self._end.autocasts):  # who runs the stage restores the gradient mode
             self._graph.call_function(AUTOCAST_EXIT, (self._copies[node],))
         self._graph.output(tuple(self._copies[node] for node in self.outputs))
-        return fx.GraphModule(self.captured.gm, self._graph, class_name=self.name).forward
+        forward = fx.GraphModule(self.captured.gm, self._graph, class_name=self.name).forward
+        if self._compilation is None or not self._nodes:
+            return forward
+        graph = self.captured
+        return self._compilation.function(
+            forward, self._nodes, self.name, seeds=int(self.draws_random), any_sizes=graph.has_open_lengths
+        )
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node not in self._numbers:
             return self._graph.node_copy(node, self._copies.__getitem__)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._copies.__getitem__)
         draw = with_own_numbers(node, self._numbers[node])
-        return self._graph.call_function(draw, (self._seed, *args), kwargs)
+        return self._graph.call_function(self._opaque(draw), (self._seed, *args), kwargs)
+
+    def _opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self._compilation is None else opaque(function)
 
     def _repeatable(self, run: _Run, outputs: list[fx.Node], number: int) -> None:
-        inner = _Maker(self.captured, f"{self.name}Run{number}", run.nodes, outputs)
+        assert run.region is not None
+        # What a context of the model's own is to see are the operations themselves.
+        compilation = self._compilation if run.region.context_fn is None else None
+        inner = _Maker(self.captured, f"{self.name}Run{number}", run.nodes, outputs, compilation=compilation)
         forward = inner.make([_Run(region=None, nodes=run.nodes)])
         seed = [self._seed] if inner.draws_random else []
         buffers = [len(seed) + i for i, node in enumerate(inner.reads) if node in run.buffers]
         call = _computed_again(forward, run, buffers, number)
-        results = self._graph.call_function(call, (*seed, *(self._copies[node] for node in inner.reads)))
+        results = self._graph.call_function(self._opaque(call), (*seed, *(self._copies[node] for node in inner.reads)))
         for position, node in enumerate(outputs):
             self._copies[node] = self._graph.call_function(operator.getitem, (results, position))
 

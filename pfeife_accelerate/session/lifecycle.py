@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pfeife_accelerate.capture.compiled import Compilation
 from pfeife_accelerate.compat import default_store
 from pfeife_accelerate.config import PfeifePlugin, process_variable
 from pfeife_accelerate.errors import PfeifeError
@@ -69,6 +70,8 @@ class Session:
         self.num_meetings = 0
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
+        self.compilation: Compilation | None = None
+        """How stages are compiled, if they are."""
         self.optimizers = OptimizerStates(self)
         self.hand_changes = HandChanges()
         control.serve("state", self._give_state, of_one_moment=True)

@@ -143,7 +143,7 @@ class PipelinedModel:
         plan = self.session.follow_plan(agree_on_plan(self.session.plugin, mesh, call, self.device, kept))
         self.placement = Placement(stages_of_states(call.graph, plan.cuts), plan.stage_ranks, self.states, mesh.rank)
         self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
-        self.programs = ProgramCache(plan.schedule, mesh.rank)
+        self.programs = ProgramCache(plan.schedule, mesh.rank, self.session.compilation)
         self.gradients = GradientBook(self.placement)
         self.own_gradients = OwnGradients(self.placement)
         self.cuts = Cuts(self, call.graph, plan)

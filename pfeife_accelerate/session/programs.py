@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
-from pfeife_accelerate.capture.graph import CapturedGraph
+from torch import fx
+
+from pfeife_accelerate.capture.compiled import Compilation
+from pfeife_accelerate.capture.graph import CapturedGraph, Modes
 from pfeife_accelerate.capture.split import StagedGraph, split
+from pfeife_accelerate.capture.stage import make_stage
 from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import Schedule
+from pfeife_accelerate.ir.program import StageProgram
 from pfeife_accelerate.runtime.step import MessageValues, RankProgram
 from pfeife_accelerate.schedule import (
     Message,
@@ -36,8 +42,10 @@ class Run(str, Enum):
 class ProgramCache:
     """Programs of one model on one rank, made when first needed."""
 
-    def __init__(self, order: Schedule, rank: int) -> None:
+    def __init__(self, order: Schedule, rank: int, compilation: Compilation | None = None) -> None:
         self.order = order
+        self._compilation = compilation
+        self._stages: dict[tuple[Any, ...], StageProgram] = {}
         self.stage_ranks = order.stage_ranks
         self.rank = rank
         self._staged: dict[tuple[int, tuple[int, ...], tuple[str, ...]], StagedGraph] = {}
@@ -49,8 +57,23 @@ class ProgramCache:
         self._graphs[id(graph)] = graph  # keeps the id from being used again
         key = (id(graph), cuts, needed)
         if key not in self._staged:
-            self._staged[key] = split(graph, cuts, needed)
+            self._staged[key] = split(graph, cuts, needed, self._stage)
         return self._staged[key]
+
+    def _stage(
+        self,
+        graph: CapturedGraph,
+        index: int,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        begin: Modes,
+        end: Modes,
+    ) -> StageProgram:
+        """A stage, made once: most do not depend on which values are needed in the end, and compiling takes long."""
+        key = (graph, index, tuple(nodes), tuple(outputs), begin, end)
+        if key not in self._stages:
+            self._stages[key] = make_stage(graph, index, nodes, outputs, begin, end, self._compilation)
+        return self._stages[key]
 
     def program(
         self,
