@@ -45,13 +45,15 @@ def make_stage(
     outputs: Sequence[fx.Node],
     begin: Modes = NO_MODES,
     end: Modes = NO_MODES,
+    anew: Sequence[fx.Node] = (),
     compilation: Compilation | None = None,
 ) -> StageProgram:
     """The stage that runs `nodes`, which are in order, and returns the values of `outputs`.
 
-    `begin` and `end` are the modes before its first and after its last operation.
+    `begin` and `end` are the modes before its first and after its last operation. `anew` are operations of other
+    stages, in order, that it repeats first, each in its own modes.
     """
-    maker = _Maker(graph, f"Stage{index}", nodes, outputs, begin, end, compilation)
+    maker = _Maker(graph, f"Stage{index}", nodes, outputs, begin, end, anew, compilation)
     forward = maker.make(_runs(graph, nodes))
     inputs = [_stage_input(graph, node) for node in maker.reads]
     if maker.draws_random:
@@ -112,6 +114,7 @@ class _Maker:
         outputs: Sequence[fx.Node],
         begin: Modes = NO_MODES,
         end: Modes = NO_MODES,
+        anew: Sequence[fx.Node] = (),
         compilation: Compilation | None = None,
     ) -> None:
         self.captured = graph
@@ -121,8 +124,9 @@ class _Maker:
         self._end = end
         self.name = name
         self.outputs = outputs
-        own = {*nodes, *begin.autocasts}
-        external = dict.fromkeys(read for node in nodes for read in inputs_of(node) if read not in own)
+        self._anew = anew
+        own = {*nodes, *anew, *begin.autocasts}
+        external = dict.fromkeys(read for node in (*anew, *nodes) for read in inputs_of(node) if read not in own)
         self.reads = [node for node in external if node.op != "get_attr"]
         self._constants = [node for node in external if node.op == "get_attr"]
         self._numbers = {node: graph.random_number[node] for node in nodes if node in graph.random_number}
@@ -139,6 +143,7 @@ class _Maker:
             self._copies[node] = self._graph.placeholder(node.name)
         for node in self._constants:
             self._copies[node] = self._graph.node_copy(node)
+        self._repeat(self._anew)
         for node in self._begin.autocasts:
             self._copies[node] = self._graph.node_copy(node)
         if not self._begin.grad_enabled:
@@ -160,6 +165,15 @@ class _Maker:
         return self._compilation.function(
             forward, self._nodes, self.name, seeds=int(self.draws_random), any_sizes=graph.has_open_lengths
         )
+
+    def _repeat(self, nodes: Sequence[fx.Node]) -> None:
+        graph = self.captured
+        for autocasts, group in groupby(nodes, key=lambda node: graph.modes_at(graph.position[node]).autocasts):
+            entered = [self._graph.node_copy(node) for node in autocasts]
+            for node in group:
+                self._copies[node] = self._copy(node)
+            for mode in reversed(entered):
+                self._graph.call_function(AUTOCAST_EXIT, (mode,))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node not in self._numbers:

@@ -71,6 +71,7 @@ class PipelinePlan:
     spec: ScheduleSpec  #: where the order comes from
     stages: tuple[StageSpec, ...]
     edges: tuple[Edge, ...]
+    copied_values: tuple[str, ...] = ()  #: operations whose value each reading stage computes anew: it is not sent
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

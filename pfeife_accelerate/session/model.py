@@ -344,7 +344,7 @@ class PipelinedModel:
             self.own_gradients.forget(call.number)
             if run is not Run.EVALUATE:
                 self.cuts.place(call)
-            call.staged = self.programs.staged(call.graph, self.cuts.of(call), needed)
+            call.staged = self.programs.staged(call.graph, self.cuts.of(call), needed, self.cuts.copied(call))
             call.loss_values = announcement.loss_values
             call.state = StepState(number)
             call.inputs = step_inputs(self, call, number, announcement.groups, training=run is not Run.EVALUATE)

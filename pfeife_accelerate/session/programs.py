@@ -48,16 +48,18 @@ class ProgramCache:
         self._stages: dict[tuple[Any, ...], StageProgram] = {}
         self.stage_ranks = order.stage_ranks
         self.rank = rank
-        self._staged: dict[tuple[int, tuple[int, ...], tuple[str, ...]], StagedGraph] = {}
+        self._staged: dict[tuple[Any, ...], StagedGraph] = {}
         self._programs: dict[tuple[int, tuple[str, ...], tuple[str, ...], Run, int], RankProgram] = {}
         self._graphs: dict[int, CapturedGraph] = {}
 
-    def staged(self, graph: CapturedGraph, cuts: tuple[int, ...], needed: tuple[str, ...]) -> StagedGraph:
-        """The graph in stages that make the needed values."""
+    def staged(
+        self, graph: CapturedGraph, cuts: tuple[int, ...], needed: tuple[str, ...], copied: tuple[str, ...] = ()
+    ) -> StagedGraph:
+        """The graph in stages that make the needed values; each stage computes those that are copied."""
         self._graphs[id(graph)] = graph  # keeps the id from being used again
-        key = (id(graph), cuts, needed)
+        key = (id(graph), cuts, needed, copied)
         if key not in self._staged:
-            self._staged[key] = split(graph, cuts, needed, self._stage)
+            self._staged[key] = split(graph, cuts, needed, copied, self._stage)
         return self._staged[key]
 
     def _stage(
@@ -68,11 +70,12 @@ class ProgramCache:
         outputs: Sequence[fx.Node],
         begin: Modes,
         end: Modes,
+        anew: Sequence[fx.Node],
     ) -> StageProgram:
         """A stage, made once: most do not depend on which values are needed in the end, and compiling takes long."""
-        key = (graph, index, tuple(nodes), tuple(outputs), begin, end)
+        key = (graph, index, tuple(nodes), tuple(outputs), begin, end, tuple(anew))
         if key not in self._stages:
-            self._stages[key] = make_stage(graph, index, nodes, outputs, begin, end, self._compilation)
+            self._stages[key] = make_stage(graph, index, nodes, outputs, begin, end, anew, self._compilation)
         return self._stages[key]
 
     def program(
