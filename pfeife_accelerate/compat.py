@@ -210,6 +210,27 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
 
 
 @contextmanager
+def compiler_limits(variants: int) -> Iterator[None]:
+    """Dynamo may compile a function that often; one more raises, and so does what a backend cannot do.
+
+    torch 2.10 - 2.14: by default the ninth variant, and everything after it, runs uncompiled without a word.
+    """
+    options = torch._dynamo.config.patch(
+        recompile_limit=variants,
+        accumulated_recompile_limit=max(variants, 256),
+        fail_on_recompile_limit_hit=True,
+        suppress_errors=False,
+    )
+    with options:
+        yield
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Whether Dynamo or a backend behind it gave up, rather than the compiled code (torch 2.0 to 2.14)."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or is_capture_limit(error)
+
+
+@contextmanager
 def _requires_grad_passed_over() -> Iterator[None]:
     builtin, tensor = torch._dynamo.variables.builtin, torch._dynamo.variables.TensorVariable
     setting = vars(builtin).get("SetAttrBuiltinVariable")

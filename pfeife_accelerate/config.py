@@ -84,6 +84,10 @@ class PfeifePlugin:
     """"auto": where a plan does not fit into memory otherwise, some stages keep their inputs alone and compute their
     activations again in the backward pass. "none": such a model is refused."""
 
+    compile: str | None = field(default=None, metadata={"kind": "name"})
+    """Compile each stage, forward and backward, by "inductor" or any other Dynamo backend; "none": run it as it is.
+    None: what Accelerate's `dynamo_config` says, which is not to compile unless it is set."""
+
     plan_file: str | None = field(default=None, metadata={"kind": "path"})
     """A plan made before (`pfeife plan`), used instead of planning."""
 
@@ -343,6 +347,8 @@ def _expected(metadata: Mapping[str, Any]) -> str:
             return "one of " + ", ".join(f'"{name}"' for name in metadata["choices"])
         case "names":
             return "a list of module names"
+        case "name":
+            return 'the name of a Dynamo backend ("inductor"), or "none"'
         case "dims":
             return "a mapping of argument names to dimensions >= 0, or to none for an argument without a batch"
         case _:

@@ -142,6 +142,11 @@ class CapturedGraph:
         """Whether a forward leaves buffers other than it found them."""
         return self.has_batch_statistics or bool(self.updated_buffers)
 
+    @property
+    def has_open_lengths(self) -> bool:
+        """Whether sizes other than the batch's are symbols: they have differed between calls."""
+        return any(symbols_of(s) - self.batch_symbols for p in self.placeholders for s in _sizes(p.example))
+
     def concrete(self, value: Any, bindings: Mapping[Any, int]) -> Any:
         """A size, or a structure of sizes, with numbers put in for the symbols."""
         return concrete(value, bindings)
@@ -339,6 +344,10 @@ def bind_symbols(graph: CapturedGraph, args: tuple[Any, ...]) -> dict[Any, int]:
 
 def _example(value: Any) -> Any:
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
+
+
+def _sizes(example: Any) -> tuple[Any, ...]:
+    return tuple(example.shape) if isinstance(example, torch.Tensor) else (example,)
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -29,6 +29,8 @@ _INPLACE_OPERATORS = frozenset(
         operator.setitem,
     }
 )
+#: Called so because Python has these names for itself.
+_KEYWORDS = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>[^\n]*)')
 
 
@@ -60,7 +62,7 @@ def mutates(node: fx.Node) -> fx.Node | None:
     name = target_name(node)
     inplace = (
         node.target in _INPLACE_OPERATORS
-        or (name.endswith("_") and not name.endswith("__"))
+        or (name.endswith("_") and not name.endswith("__") and node.target not in _KEYWORDS)
         or node.kwargs.get("inplace") is True
         or _positional_inplace(node)
     )

@@ -88,7 +88,7 @@ def with_own_numbers(node: fx.Node, number: int) -> Callable[..., Any]:
     )
 
     def draw(seed: int, *args: Any, **kwargs: Any) -> Any:
-        with _DRAWING, own_generators(derived_seed(seed, number), device):
+        with _DRAWING, own_generators(derived_seed(int(seed), number), device):
             return target(*args, **kwargs)
 
     draw.__name__ = draw.__qualname__ = f"{target_name(node).replace('.', '_')}_with_numbers_{number}"

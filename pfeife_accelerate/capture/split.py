@@ -1,18 +1,20 @@
 """Cut a captured graph into stages.
 
 A stage holds the operations between two cuts that its readers need. Sizes that cross a cut are computed anew from the
-micro-batch's shapes, never sent. Parameters, buffers and the call's inputs are arguments by name.
+micro-batch's shapes, never sent, and so are the values that the plan has copied. Parameters, buffers and the call's
+inputs are arguments by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
+from pfeife_accelerate.capture.copied import cone
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.nodes import inputs_of, mutates
 from pfeife_accelerate.capture.stage import is_size, make_stage
@@ -78,30 +80,41 @@ def split(
     cuts: Sequence[int],
     needed: Iterable[str],
     *,
+    copied: Iterable[str] = (),
     puts_off: bool = False,
     recompute: Collection[int] = (),
+    make: Callable[..., StageProgram] = make_stage,
 ) -> StagedGraph:
     """Stages of `graph` between `cuts`; `needed` are the values wanted from outside (by the loss, or by the script).
 
-    `recompute` are the stages to compute their activations again. `puts_off`: the others leave weight gradients for
-    later; these would have to keep what they computed again until then.
+    `copied` are values that each stage computes anew. `recompute` are the stages to compute their activations again.
+    `puts_off`: the others leave weight gradients for later; these would have to keep what they computed again until
+    then. `make` makes a stage, as `make_stage` does.
     """
     bounds = (0, *cuts, len(graph.ops))
     stage_of = {node: s for s, (lo, hi) in enumerate(pairwise(bounds)) for node in graph.ops[lo:hi]}
     wanted = [graph.node_of[name] for name in dict.fromkeys(needed)]
-    live = _live(graph, wanted)
+    copies = {graph.node_of[name] for name in copied}
+    live = _live(graph, wanted, stage_of, copies)
+    anew: list[set[fx.Node]] = [set() for _ in range(len(bounds) - 1)]
+    for node in live:
+        for read in inputs_of(node):
+            if read in copies and stage_of[read] != stage_of[node]:
+                anew[stage_of[node]].update(cone(graph, read))
     leaving: dict[fx.Node, set[int]] = {node: set() for node in wanted if node in stage_of}
     for node in live:
         for read in inputs_of(node):
-            if read in stage_of and stage_of[read] != stage_of[node] and not is_size(read):
+            is_there = read in stage_of and stage_of[read] != stage_of[node] and read not in anew[stage_of[node]]
+            if is_there and not is_size(read):
                 leaving.setdefault(read, set()).add(stage_of[node])
     stages = []
     for index, (lo, hi) in enumerate(pairwise(bounds)):
         nodes = [n for n in graph.ops[lo:hi] if n in live]
         outputs = [n for n in nodes if n in leaving]
-        again = index in recompute
+        again, first = index in recompute, sorted(anew[index], key=graph.position.__getitem__)
         modes = graph.modes_at(lo), graph.modes_at(hi)
-        stages.append(make_stage(graph, index, nodes, outputs, *modes, puts_off=puts_off and not again, repeats=again))
+        made = make(graph, index, nodes, outputs, *modes, first, puts_off=puts_off and not again, repeats=again)
+        stages.append(made)
     return StagedGraph(
         graph=graph,
         stages=tuple(stages),
@@ -110,8 +123,13 @@ def split(
     )
 
 
-def _live(graph: CapturedGraph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """Operations that the wanted values need, and those that change something (running statistics)."""
+def _live(
+    graph: CapturedGraph, wanted: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], copies: set[fx.Node]
+) -> set[fx.Node]:
+    """Operations that the wanted values need, and those that change something (running statistics).
+
+    What only other stages read of `copies`, they compute.
+    """
     live: set[fx.Node] = set()
     stack = [n for n in wanted if n in graph.position] + [
         n for n in graph.ops if n in graph.transformed or _has_effect(n)
@@ -120,7 +138,8 @@ def _live(graph: CapturedGraph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
         node = stack.pop()
         if node not in live:
             live.add(node)
-            stack += [n for n in inputs_of(node) if n in graph.position]
+            reads = [n for n in inputs_of(node) if n in graph.position]
+            stack += [n for n in reads if n not in copies or stage_of[n] == stage_of[node]]
     return live
 
 

@@ -4,7 +4,8 @@ A stage that begins or ends within an autocast or no_grad region enters and leav
 Random operations draw from generator states of their own. Operations of a region that the model wants computed again in
 the backward pass run under `torch.utils.checkpoint`, so that nothing inside it is kept.
 Ignores: regions that change a value from outside, or whose inputs are changed after them, since computing those again
-would give something else: they run once, and keep what they need. Buffers are changed once.
+would give something else: they run once, and keep what they need, as does a part that begins or ends within an autocast
+of its region. Buffers are changed once.
 A stage of a plan that splits backwards leaves weight gradients for later where it can; one that recomputes its
 activations has a first run that records nothing.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from pfeife_accelerate.capture.compiled import Compilation, opaque
 from pfeife_accelerate.capture.graph import NO_MODES, CapturedGraph, Modes, PlaceholderKind
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, is_training_batch_norm, mutates, tensors_in
 from pfeife_accelerate.capture.random_operation import with_own_numbers
@@ -49,16 +51,20 @@ def make_stage(
     outputs: Sequence[fx.Node],
     begin: Modes = NO_MODES,
     end: Modes = NO_MODES,
+    anew: Sequence[fx.Node] = (),
     *,
     puts_off: bool = False,
     repeats: bool = False,
+    compilation: Compilation | None = None,
 ) -> StageProgram:
     """The stage that runs `nodes`, which are in order, and returns the values of `outputs`.
 
-    `begin` and `end` are the modes before its first and after its last operation. `puts_off`: weight gradients are
-    left for later. `repeats`: the activations are to be recomputed; where that would give something else, they are not.
+    `begin` and `end` are the modes before its first and after its last operation. `anew` are operations of other
+    stages, in order, that it repeats first, each in its own modes. `puts_off`: weight gradients are left for later.
+    `repeats`: the activations are to be recomputed; where that would give something else, they are not.
     """
-    make = partial(_Maker, graph, f"Stage{index}", nodes, outputs, begin, end, puts_off=puts_off)
+    how = partial(_Maker, graph, f"Stage{index}", nodes, outputs, begin, end, anew, compilation=compilation)
+    make = partial(how, puts_off=puts_off)
     maker, runs = make(), _runs(graph, nodes)
     forward = maker.make(runs)
     inputs = [_stage_input(graph, node) for node in maker.reads]
@@ -95,6 +101,8 @@ def _runs(graph: CapturedGraph, nodes: Sequence[fx.Node]) -> list[_Run]:
     for region, members in groupby(nodes, key=region_of):
         run = list(members)
         buffers: list[fx.Node] = []
+        if sum(map(autocast_step, run)) != 0:  # cut within a mode: what follows needs what entered it
+            region = None
         if region is not None:
             own = set(run)
             later = {s for i, target in changed if i >= begin for s in _storages(target)}
@@ -138,17 +146,22 @@ class _Maker:
         outputs: Sequence[fx.Node],
         begin: Modes = NO_MODES,
         end: Modes = NO_MODES,
+        anew: Sequence[fx.Node] = (),
         *,
+        compilation: Compilation | None = None,
         puts_off: bool = False,
         records: bool = True,
     ) -> None:
         self.captured = graph
+        self._compilation = compilation
+        self._nodes = nodes
         self._begin = begin
         self._end = end
         self.name = name
         self.outputs = outputs
-        own = {*nodes, *begin.autocasts}
-        external = dict.fromkeys(read for node in nodes for read in inputs_of(node) if read not in own)
+        self._anew = anew
+        own = {*nodes, *anew, *begin.autocasts}
+        external = dict.fromkeys(read for node in (*anew, *nodes) for read in inputs_of(node) if read not in own)
         self.reads = [node for node in external if node.op != "get_attr"]
         self._constants = [node for node in external if node.op == "get_attr"]
         self._numbers = {node: graph.random_number[node] for node in nodes if node in graph.random_number}
@@ -173,6 +186,7 @@ class _Maker:
             self._copies[node] = self._graph.placeholder(node.name)
         for node in self._constants:
             self._copies[node] = self._graph.node_copy(node)
+        self._repeat(self._anew)
         for node in self._begin.autocasts:
             self._copies[node] = self._graph.node_copy(node)
         if not self._begin.grad_enabled and self._records:
@@ -188,7 +202,22 @@ class _Maker:
         for node in reversed(self._end.autocasts):  # who runs the stage restores the gradient mode
             self._graph.call_function(AUTOCAST_EXIT, (self._copies[node],))
         self._graph.output(tuple(self._copies[node] for node in self.outputs))
-        return fx.GraphModule(self.captured.gm, self._graph, class_name=self.name).forward
+        forward = fx.GraphModule(self.captured.gm, self._graph, class_name=self.name).forward
+        if self._compilation is None or not self._nodes:
+            return forward
+        graph = self.captured
+        return self._compilation.function(
+            forward, self._nodes, self.name, seeds=int(self.draws_random), any_sizes=graph.has_open_lengths
+        )
+
+    def _repeat(self, nodes: Sequence[fx.Node]) -> None:
+        graph = self.captured
+        for autocasts, group in groupby(nodes, key=lambda node: graph.modes_at(graph.position[node]).autocasts):
+            entered = [self._graph.node_copy(node) for node in autocasts]
+            for node in group:
+                self._copies[node] = self._copy(node)
+            for mode in reversed(entered):
+                self._graph.call_function(AUTOCAST_EXIT, (mode,))
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node in self._weights:
@@ -198,15 +227,22 @@ class _Maker:
             return self._graph.node_copy(node, self._copies.__getitem__)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._copies.__getitem__)
         draw = with_own_numbers(node, self._numbers[node])
-        return self._graph.call_function(draw, (self._seed, *args), kwargs)
+        return self._graph.call_function(self._opaque(draw), (self._seed, *args), kwargs)
+
+    def _opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self._compilation is None else opaque(function)
 
     def _repeatable(self, run: _Run, outputs: list[fx.Node], number: int) -> None:
-        inner = _Maker(self.captured, f"{self.name}Run{number}", run.nodes, outputs, records=self._records)
+        assert run.region is not None
+        # What a context of the model's own is to see are the operations themselves.
+        how = self._compilation if run.region.context_fn is None else None
+        name = f"{self.name}Run{number}"
+        inner = _Maker(self.captured, name, run.nodes, outputs, compilation=how, records=self._records)
         forward = inner.make([_Run(region=None, nodes=run.nodes)])
         seed = [self._seed] if inner.draws_random else []
         buffers = [len(seed) + i for i, node in enumerate(inner.reads) if node in run.buffers]
         call = _computed_again(forward, run, buffers, number)
-        results = self._graph.call_function(call, (*seed, *(self._copies[node] for node in inner.reads)))
+        results = self._graph.call_function(self._opaque(call), (*seed, *(self._copies[node] for node in inner.reads)))
         for position, node in enumerate(outputs):
             self._copies[node] = self._graph.call_function(operator.getitem, (results, position))
 

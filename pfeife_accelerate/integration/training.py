@@ -13,6 +13,7 @@ from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.integration.alignment import align_generators, align_states
 from pfeife_accelerate.integration.facade import pipelined
 from pfeife_accelerate.session.call import refuse_second_backward
+from pfeife_accelerate.session.compilation import compilation_of
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -34,7 +35,8 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> nn.Module:
     """Hook of `Accelerator.prepare_model`: the model becomes a pipeline. Nothing is moved to a device yet."""
-    if session.current() is None or evaluation_mode:
+    running = session.current()
+    if running is None or evaluation_mode:
         return original(accelerator, model, device_placement, evaluation_mode)
     models = accelerator._models
     if any(model is known for known in models):
@@ -50,6 +52,7 @@ def prepare_model(
     if device.type == "cpu":
         device = torch.device("cpu")  # accelerate says cpu:0 where it counts processes, tensors say cpu
     autocast = (device.type, _DTYPES[precision]) if precision in _DTYPES else None
+    running.compilation = compilation_of(running.plugin, accelerator.state.dynamo_plugin)
     align_states(model)
     models.append(model)
     return pipelined(model, device, autocast)

@@ -7,7 +7,7 @@ Ignores: which tensor of several a reader takes: it is counted as reading them a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pfeife_accelerate.errors import InternalError
 from pfeife_accelerate.ir.cost_graph import CostGraph, CostNode, CostValue, ParamUse
@@ -26,12 +26,14 @@ def cost_graph_of(
     state: Mapping[str, tuple[int, float]] | None = None,
     *,
     name: str = "model",
+    copied: Collection[int] = (),
 ) -> CostGraph:
     """The planner's graph of `graph`.
 
     `state` gives for a parameter's name (any of a tied group) the bytes of parameter, gradient and optimizer state
     together and the seconds of its optimizer step. What it does not name takes `DEFAULT_STATE_COPIES` of its bytes if
-    it wants a gradient, itself alone (a frozen parameter, a buffer) if not, and no time.
+    it wants a gradient, itself alone (a frozen parameter, a buffer) if not, and no time. `copied` are operations whose
+    value is not sent, since each reading stage computes it anew, in a time that does not count.
     """
     if len(costs.ops) != len(graph.nodes):
         raise InternalError(id="PF154", what=f"{len(costs.ops)} costs for a graph of {len(graph.nodes)} operations")
@@ -49,7 +51,8 @@ def cost_graph_of(
         )
         for node, cost in zip(graph.nodes, costs.ops, strict=True)
     )
-    values = tuple(value for node in graph.nodes for value in _values(node, graph.readers[node.index]))
+    sent = [node for node in graph.nodes if node.index not in copied]
+    values = tuple(value for node in sent for value in _values(node, graph.readers[node.index]))
     return CostGraph(name=name, nodes=nodes, values=values, fingerprint=graph.fingerprint)
 
 

@@ -73,6 +73,7 @@ class PipelinePlan:
     stages: tuple[StageSpec, ...]
     edges: tuple[Edge, ...]
     machine: Machine | None = None  #: that it was made for; without it, links are taken to cost nothing
+    copied_values: tuple[str, ...] = ()  #: operations whose value each reading stage computes anew: it is not sent
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

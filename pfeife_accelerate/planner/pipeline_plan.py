@@ -7,7 +7,7 @@ leave it. Ignores: costs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pfeife_accelerate.ir import Edge, Machine, OpGraph, PipelinePlan, Slicing, StageSpec
 from pfeife_accelerate.planner.planned import Planned
@@ -15,10 +15,13 @@ from pfeife_accelerate.planner.planned import Planned
 __all__ = ["edges_of", "pipeline_plan", "stage_params"]
 
 
-def pipeline_plan(planned: Planned, ops: OpGraph | None = None, machine: Machine | None = None) -> PipelinePlan:
+def pipeline_plan(
+    planned: Planned, ops: OpGraph | None = None, machine: Machine | None = None, copied: Collection[int] = ()
+) -> PipelinePlan:
     """The plan as data. Without the operations by name, `params` and `edges` are empty.
 
-    `machine`, that it was made for, lets others tell what they measure from what was expected.
+    `machine`, that it was made for, lets others tell what they measure from what was expected. `copied` are operations
+    whose value each reading stage computes anew.
     """
     ranges = Slicing(cuts=planned.cuts).ranges(planned.num_operations)
     params = stage_params(ops, planned.cuts) if ops is not None else ((),) * len(ranges)
@@ -36,8 +39,9 @@ def pipeline_plan(planned: Planned, ops: OpGraph | None = None, machine: Machine
             StageSpec(op_range=op_range, params=names, cost=cost)
             for op_range, names, cost in zip(ranges, params, planned.stages, strict=True)
         ),
-        edges=edges_of(ops, planned.cuts) if ops is not None else (),
+        edges=edges_of(ops, planned.cuts, copied) if ops is not None else (),
         machine=machine,
+        copied_values=tuple(ops.nodes[index].name for index in sorted(copied)) if ops is not None else (),
     )
 
 
@@ -60,10 +64,12 @@ def _reading_stages(graph: OpGraph, cuts: Sequence[int]) -> list[tuple[int, int,
     return leaving
 
 
-def edges_of(graph: OpGraph, cuts: Sequence[int]) -> tuple[Edge, ...]:
-    """Every tensor that leaves its stage, in order of production."""
+def edges_of(graph: OpGraph, cuts: Sequence[int], copied: Collection[int] = ()) -> tuple[Edge, ...]:
+    """Every tensor that leaves its stage, in order of production, without those that are `copied`."""
     edges: list[Edge] = []
     for index, producer, consumers in _reading_stages(graph, cuts):
+        if index in copied:
+            continue
         node = graph.nodes[index]
         names = [node.name] if len(node.outputs) == 1 else [f"{node.name}.{i}" for i in range(len(node.outputs))]
         edges += (

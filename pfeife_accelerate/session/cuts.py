@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pfeife_accelerate.capture.copied import alike, copyable
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.op_graph import follow, stages_of_states, to_op_graph
 from pfeife_accelerate.ir.plan import PipelinePlan
@@ -25,6 +26,11 @@ class Cuts:
         self._num_stages = plan.num_stages
         self._made: dict[int, tuple[CapturedGraph, tuple[int, ...]]] = {id(planned): (planned, plan.cuts)}
         self._placed = {id(planned)}
+        self._planned = planned
+        # A buffer may have an operation's name; the operation is then called otherwise in the plan.
+        self._planned_copies = tuple(name.removesuffix("'") for name in plan.copied_values)
+        self._changed: frozenset[str] = frozenset()
+        self._copied: dict[tuple[int, frozenset[str]], tuple[str, ...]] = {}
 
     def of(self, call: Call) -> tuple[int, ...]:
         """The cuts of this call's graph."""
@@ -34,6 +40,21 @@ class Cuts:
             found = follow(call.graph, graph, self._model.placement.stages_of, self._num_stages)
             self._made[id(call.graph)] = (call.graph, found)
         return self._made[id(call.graph)][1]
+
+    def copied(self, call: Call) -> tuple[str, ...]:
+        """The values of this call's graph that each reading stage computes anew.
+
+        A buffer that a call has changed is right where that ran, and no longer everywhere.
+        """
+        graph = call.graph
+        self._changed |= frozenset(graph.updated_buffers)
+        key = id(graph), self._changed
+        if key not in self._copied:
+            is_planned = graph is self._planned
+            names = self._planned_copies if is_planned else alike(self._planned, self._planned_copies, graph)
+            possible = {node.name for node in copyable(graph, self._changed)} if names else set()
+            self._copied[key] = tuple(name for name in names if name in possible)
+        return self._copied[key]
 
     def place(self, call: Call) -> None:
         """Before a call in training: give what only its graph reads a place."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pfeife_accelerate.capture.compiled import Compilation
 from pfeife_accelerate.compat import default_store
 from pfeife_accelerate.config import PfeifePlugin, process_variable
 from pfeife_accelerate.errors import PfeifeError
@@ -69,8 +70,7 @@ class Session:
         self.device = device
         self.transport = transport
         self.executor = Executor(transport, device)
-        is_traced = plugin.trace is not None and mesh.pipeline_index == 0
-        self.tracing = Tracing(plugin, mesh, control, self.executor, device) if is_traced else None
+        self.tracing = Tracing.wanted(plugin, mesh, control, self.executor, device)
         self.conductor = Conductor(control, mesh.pipeline_index * mesh.pipeline_size, mesh.rank, mesh.pipeline_size)
         self.conductor.in_barriers = self._in_barriers
         first = mesh.pipeline_index * mesh.pipeline_size
@@ -82,6 +82,8 @@ class Session:
         self.num_meetings = 0
         self.synchronises: Callable[[], bool] = lambda: True
         """Whether this backward is to average gradients over the pipelines; Accelerate knows."""
+        self.compilation: Compilation | None = None
+        """How stages are compiled, if they are."""
         self.optimizers = OptimizerStates(self)
         self.hand_changes = HandChanges()
         control.serve("state", self._give_state, of_one_moment=True)
@@ -375,12 +377,11 @@ def stop() -> None:
     if session is None:
         return
     _HOLDER.session = None
-    if not dist.is_initialized():
-        return
-    session.barrier()
-    if session.tracing is not None:
-        session.tracing.close()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        session.barrier()
+        if session.tracing is not None:
+            session.tracing.close()
+        dist.destroy_process_group()
 
 
 def validate_world(*, world_size: int, pipeline_size: int | None) -> None:

@@ -143,7 +143,7 @@ class PipelinedModel:
         plan = self.session.follow_plan(agreed)
         self.placement = Placement(stages_of_states(call.graph, plan.cuts), plan.stage_ranks, self.states, mesh.rank)
         self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
-        self.programs = ProgramCache(plan.schedule, mesh.rank, plan.recompute)
+        self.programs = ProgramCache(plan.schedule, mesh.rank, plan.recompute, self.session.compilation)
         self.gradients = GradientBook(self.placement)
         self.own_gradients = OwnGradients(self.placement)
         self.cuts = Cuts(self, call.graph, plan)
@@ -344,7 +344,7 @@ class PipelinedModel:
             self.own_gradients.forget(call.number)
             if run is not Run.EVALUATE:
                 self.cuts.place(call)
-            call.staged = self.programs.staged(call.graph, self.cuts.of(call), needed)
+            call.staged = self.programs.staged(call.graph, self.cuts.of(call), needed, self.cuts.copied(call))
             call.loss_values = announcement.loss_values
             call.state = StepState(number)
             call.inputs = step_inputs(self, call, number, announcement.groups, training=run is not Run.EVALUATE)

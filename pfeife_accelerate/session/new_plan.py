@@ -6,16 +6,18 @@ Ignores: other ranks, which get the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 
+from pfeife_accelerate.capture.copied import copyable
+from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.op_graph import to_op_graph
 from pfeife_accelerate.config import PfeifePlugin
 from pfeife_accelerate.cost.link_profile import LinkProfile
-from pfeife_accelerate.ir import CostGraph, DeviceSpec, OpGraph, PipelinePlan, cost_graph_of
+from pfeife_accelerate.ir import CostGraph, CostTable, DeviceSpec, LinkSpec, OpGraph, PipelinePlan, cost_graph_of
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner import SearchOptions, cuts_at, make_plan, pipeline_plan
 from pfeife_accelerate.planner.describe import describe
@@ -24,7 +26,7 @@ from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.measuring import machine_here, measured_costs
 from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
 
-__all__ = ["TrainingState", "graph_of", "new_plan", "search_options"]
+__all__ = ["TrainingState", "graph_of", "new_plan", "search_options", "worth_copying"]
 
 _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
@@ -51,27 +53,42 @@ def new_plan(
     machine = machine_here(mesh, device, links)
     kept = state(machine.device_of(0))
     options = search_options(plugin)
-    graphs: dict[int, tuple[OpGraph, CostGraph]] = {}
+    links_used = {machine.link_of(a, b) for a in range(mesh.pipeline_size) for b in range(mesh.pipeline_size) if a != b}
+    graphs: dict[int, tuple[OpGraph, CostGraph, tuple[int, ...]]] = {}
 
     def quick_plan(number: int, budget_s: float) -> PipelinePlan:
         ops = graph_of(call, number)
         costs = measured_costs(plugin, call, rows_of(call, number), device, budget_s=budget_s)
-        graphs[number] = ops, cost_graph_of(ops, costs, kept)
+        copied = worth_copying(call.graph, ops, costs, links_used)
+        graphs[number] = ops, cost_graph_of(ops, costs, kept, copied=copied), copied
         return plan_for(number, "quick")
 
     def plan_for(number: int, effort: str) -> PipelinePlan:
-        ops, graph = graphs[number]
+        ops, graph, copied = graphs[number]
         wanted = replace(options, effort=effort)
         if options.split_points:
             loops = options.num_loops or max(1, (len(options.split_points) + 1) // mesh.pipeline_size)
             wanted = replace(wanted, cuts=cuts_at(ops, options.split_points, mesh.pipeline_size * loops))
-        return pipeline_plan(make_plan(graph, machine, mesh.pipeline_size, number, wanted), ops, machine)
+        planned = make_plan(graph, machine, mesh.pipeline_size, number, wanted)
+        return pipeline_plan(planned, ops, machine, copied)
 
     chosen = fastest(quick_plan, candidates(plugin, call, mesh.pipeline_size), _PLANNING_S)
     # The quick plan is a few per cent slower.
     plan = chosen if chosen.estimate_s < _SHORT_STEP_S else plan_for(chosen.spec.num_microbatches, "full")
     _LOG.info("plan\n%s", describe(plan))
     return plan
+
+
+def worth_copying(graph: CapturedGraph, ops: OpGraph, costs: CostTable, links: Collection[LinkSpec]) -> tuple[int, ...]:
+    """Operations whose value is sooner computed anew, with all that it is made of, than sent over any of the links."""
+    found = []
+    for node, made_by in copyable(graph).items():
+        index = graph.position[node]
+        num_bytes = ops.nodes[index].num_bytes
+        seconds = sum(costs.ops[graph.position[part]].forward_s for part in made_by)
+        if links and seconds < min(link.transfer_s(num_bytes) for link in links):
+            found.append(index)
+    return tuple(found)
 
 
 def search_options(plugin: PfeifePlugin) -> SearchOptions:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pfeife_accelerate.capture.copied import copyable
 from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import DeviceSpec, PipelinePlan, from_json, to_json
@@ -125,6 +126,15 @@ def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> No
             what=f"the plan in {path} cuts the graph's {len(graph.nodes)} operations at {list(plan.cuts)}",
             where=f"plan_file: {path}",
             why=f"no cut is possible at {wrong}" if wrong else "each stage needs an operation",
+        )
+    possible = {node.name for node in copyable(call.graph)}
+    if impossible := [name for name in plan.copied_values if name.removesuffix("'") not in possible]:
+        raise PfeifeError(
+            id="PF174",
+            what=f"the plan in {path} has each stage compute {impossible[0]!r} anew",
+            where=f"plan_file: {path}",
+            why="it needs a gradient, reads parameters, draws random numbers, is changed in place, or is not there",
+            hints=('leave it out of "copied_values"',),
         )
     values = ((edge.producer, edge.consumers, edge.spec.requires_grad) for edge in plan.edges)
     lower(plan.schedule, messages_between(values, plan.stage_ranks))

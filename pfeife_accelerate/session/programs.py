@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import Enum
+from typing import Any
 
-from pfeife_accelerate.capture.graph import CapturedGraph
+from torch import fx
+
+from pfeife_accelerate.capture.compiled import Compilation
+from pfeife_accelerate.capture.graph import CapturedGraph, Modes
 from pfeife_accelerate.capture.split import StagedGraph, split
+from pfeife_accelerate.capture.stage import make_stage
 from pfeife_accelerate.errors import InternalError, assert_never
 from pfeife_accelerate.ir.actions import ActionKind, Schedule
+from pfeife_accelerate.ir.program import StageProgram
+from pfeife_accelerate.log import get_logger, warn_once
 from pfeife_accelerate.runtime.step import MessageValues, RankProgram
 from pfeife_accelerate.schedule import (
     Message,
@@ -20,6 +27,8 @@ from pfeife_accelerate.schedule import (
     in_sequence,
     lower,
 )
+
+_LOG = get_logger(__name__)
 
 
 class Run(str, Enum):
@@ -36,24 +45,69 @@ class Run(str, Enum):
 class ProgramCache:
     """Programs of one model on one rank, made when first needed."""
 
-    def __init__(self, order: Schedule, rank: int, recompute: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        order: Schedule,
+        rank: int,
+        recompute: Collection[int] = (),
+        compilation: Compilation | None = None,
+    ) -> None:
         self.order = order
         self._recompute = frozenset(recompute)
         kinds = {action.kind for actions in order.per_rank for action in actions}
         self._puts_off = ActionKind.WEIGHT_GRADIENT in kinds
+        self._compilation = compilation
+        if self._puts_off and compilation is not None:
+            self._puts_off = False
+            warn_once(
+                _LOG,
+                "compiled halves",
+                "compiled stages compute the gradients of weights together with those of values, although the plan "
+                "splits the backward pass (compile: none keeps them apart)",
+            )
+        self._stages: dict[tuple[Any, ...], StageProgram] = {}
         self.stage_ranks = order.stage_ranks
         self.rank = rank
-        self._staged: dict[tuple[int, tuple[int, ...], tuple[str, ...]], StagedGraph] = {}
+        self._staged: dict[tuple[Any, ...], StagedGraph] = {}
         self._programs: dict[tuple[int, tuple[str, ...], tuple[str, ...], Run, int], RankProgram] = {}
         self._graphs: dict[int, CapturedGraph] = {}
 
-    def staged(self, graph: CapturedGraph, cuts: tuple[int, ...], needed: tuple[str, ...]) -> StagedGraph:
-        """The graph in stages that make the needed values."""
+    def staged(
+        self, graph: CapturedGraph, cuts: tuple[int, ...], needed: tuple[str, ...], copied: tuple[str, ...] = ()
+    ) -> StagedGraph:
+        """The graph in stages that make the needed values; each stage computes those that are copied."""
         self._graphs[id(graph)] = graph  # keeps the id from being used again
-        key = (id(graph), cuts, needed)
+        key = (id(graph), cuts, needed, copied)
         if key not in self._staged:
-            self._staged[key] = split(graph, cuts, needed, puts_off=self._puts_off, recompute=self._recompute)
+            self._staged[key] = split(
+                graph,
+                cuts,
+                needed,
+                copied=copied,
+                puts_off=self._puts_off,
+                recompute=self._recompute,
+                make=self._stage,
+            )
         return self._staged[key]
+
+    def _stage(
+        self,
+        graph: CapturedGraph,
+        index: int,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        begin: Modes,
+        end: Modes,
+        anew: Sequence[fx.Node],
+        **how: bool,
+    ) -> StageProgram:
+        """A stage, made once: most do not depend on which values are needed in the end, and compiling takes long."""
+        key = (graph, index, tuple(nodes), tuple(outputs), begin, end, tuple(anew))
+        if key not in self._stages:
+            self._stages[key] = make_stage(
+                graph, index, nodes, outputs, begin, end, anew, compilation=self._compilation, **how
+            )
+        return self._stages[key]
 
     def program(
         self,

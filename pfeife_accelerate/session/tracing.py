@@ -62,6 +62,14 @@ class Tracing:
         self._steps: list[RecordedStep] = []
         self._number = 0
 
+    @classmethod
+    def wanted(
+        cls, plugin: PfeifePlugin, mesh: PipelineMesh, control: ControlPlane, executor: Executor, device: torch.device
+    ) -> Tracing | None:
+        """For a rank whose steps are to be recorded: one of the first pipeline, if the option is set."""
+        is_wanted = plugin.trace is not None and mesh.pipeline_index == 0
+        return cls(plugin, mesh, control, executor, device) if is_wanted else None
+
     def run(self, model: PipelinedModel, program: RankProgram, inputs: StepInputs, state: StepState) -> None:
         """Run a planned training step, which all ranks of the pipeline do now."""
         if self._model is None:

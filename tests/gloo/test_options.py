@@ -84,6 +84,8 @@ def test_a_plan_is_kept_in_the_plan_file_used_again_and_refused_for_another_mode
     ]
     plan_file.write_text(json.dumps(split))
     assert _run(8, plugin).check().lines("loss") == first.lines("loss"), "halves apart and recomputed stages are run"
+    plan_file.write_text(json.dumps({**json.loads(text), "copied_values": ["linear"]}))
+    assert f"PF174 the plan in {plan_file} has each stage compute 'linear' anew" in _run(8, plugin).stderr
     moved["cuts"] = [2, 8, 4]
     plan_file.write_text(json.dumps(moved))
     refused = _run(8, plugin).stderr

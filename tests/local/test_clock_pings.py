@@ -11,7 +11,7 @@ import pytest
 
 from pfeife_accelerate.ir.record import ClockReading
 from pfeife_accelerate.runtime.clock_pings import read_clock
-from pfeife_accelerate.runtime.transport import LocalTransport
+from pfeife_accelerate.runtime.local_transport import LocalTransport
 
 pytestmark = pytest.mark.local
 

@@ -18,9 +18,9 @@ from pfeife_accelerate.capture.split import StagedGraph
 from pfeife_accelerate.compat import storage_id
 from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.runtime.executor import Executor
+from pfeife_accelerate.runtime.local_transport import LocalTransport
 from pfeife_accelerate.runtime.microbatch import Microbatch, divide, take
 from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs, StepState
-from pfeife_accelerate.runtime.transport import LocalTransport
 from pfeife_accelerate.schedule import build
 from pfeife_accelerate.session.programs import ProgramCache, Run
 

@@ -24,6 +24,12 @@ def test_round_trip_is_exact(plan):
     assert to_json(from_json(to_json(plan))) == to_json(plan)
 
 
+def test_a_plan_written_before_values_were_copied_is_read(plan):
+    data = json.loads(to_json(replace(plan, copied_values=("n0",))))
+    assert data.pop("copied_values") == ["n0"]
+    assert from_json(json.dumps(data)) == plan
+
+
 def test_every_bit_of_a_float_survives(plan):
     odd = replace(plan, estimate_s=0.1 + 0.2)
     assert from_json(to_json(odd)).estimate_s == 0.1 + 0.2

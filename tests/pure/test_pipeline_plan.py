@@ -65,6 +65,19 @@ def test_a_tensor_leaves_its_stage_for_all_later_ones_that_read_it():
     )
 
 
+def test_a_copied_value_leaves_no_stage_and_is_named(chain, costs, machine):
+    ops = chain(8, skips=((0, 7),))
+    table = costs([1.0] * 8)
+    graph = cost_graph_of(ops, table, copied=(0,))
+    assert [v for v in graph.values if v.producer == 0] == []
+    assert [v for v in cost_graph_of(ops, table).values if v.producer != 0] == list(graph.values)
+    plan = pipeline_plan(make_plan(graph, machine(), 2, 4, SearchOptions(schedule="1f1b")), ops, copied=(0,))
+    assert plan.copied_values == (ops.nodes[0].name,)
+    assert [edge.value for edge in edges_of(ops, (1, 4))] == [ops.nodes[0].name, ops.nodes[3].name]
+    assert [edge.value for edge in edges_of(ops, (1, 4), (0,))] == [ops.nodes[3].name]
+    assert plan.graph_fingerprint == ops.fingerprint
+
+
 def test_several_outputs_are_several_edges_and_no_outputs_none():
     graph = OpGraph(
         nodes=(op(0, reads=(), outputs=(F32, MASK)), op(1, reads=(), outputs=()), op(2, reads=("n0", "n1"))),
