@@ -15,6 +15,7 @@ from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
 from pfeife_accelerate.capture.split import StagedGraph
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import Schedule, ScheduleFamily, ScheduleSpec
+from pfeife_accelerate.ir.program import InputKind
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.local_transport import LocalTransport
 from pfeife_accelerate.runtime.microbatch import Microbatch, divide, take
@@ -156,7 +157,12 @@ def test_backwards_in_halves_and_stages_that_run_again_give_the_same_gradients(
 ):
     """Also where fewer micro-batches come than were planned."""
     spec = ScheduleSpec(family=family, num_ranks=num_ranks, num_loops=4 // num_ranks, num_microbatches=4)
-    _check_gradients(captured, build(spec), num_microbatches, recompute)
+    programs = _check_gradients(captured, build(spec), num_microbatches, recompute)
+    stages = {number: stage for program in programs for number, stage in program.stages.items()}
+    for number, stage in stages.items():
+        puts_off = any(read.kind is InputKind.LATER for read in stage.inputs)
+        assert puts_off is (family is not ScheduleFamily.GPIPE and number not in recompute)
+        assert (stage.repetition is not None) is (number in recompute)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -170,12 +176,14 @@ def test_any_order_on_any_placement_gives_the_same_gradients(captured: Any, seed
         _check_gradients(captured, order, num_microbatches, recompute)
 
 
-def _check_gradients(captured: Any, order: Schedule, num_microbatches: int, recompute: tuple[int, ...] = ()) -> None:
+def _check_gradients(
+    captured: Any, order: Schedule, num_microbatches: int, recompute: tuple[int, ...] = ()
+) -> list[RankProgram]:
     call = captured[2]
     legal = [p for p, allowed in enumerate(call.graph.cut_allowed) if allowed]
     stages = order.num_stages
     cuts = tuple(legal[len(legal) * k // stages] for k in range(1, stages))
-    _check_cut(captured, order, num_microbatches, cuts, recompute)
+    return _check_cut(captured, order, num_microbatches, cuts, recompute)
 
 
 def _check_cut(

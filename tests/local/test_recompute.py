@@ -16,12 +16,14 @@ from pfeife_accelerate.capture.graph import PlaceholderKind
 from pfeife_accelerate.capture.model_capture import ModelCapture
 from pfeife_accelerate.capture.split import StagedGraph
 from pfeife_accelerate.compat import storage_id
+from pfeife_accelerate.config import PfeifePlugin
 from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
 from pfeife_accelerate.runtime.executor import Executor
 from pfeife_accelerate.runtime.local_transport import LocalTransport
 from pfeife_accelerate.runtime.microbatch import Microbatch, divide, take
 from pfeife_accelerate.runtime.step import MicrobatchInputs, StepInputs, StepState
 from pfeife_accelerate.schedule import build
+from pfeife_accelerate.session.new_plan import search_options
 from pfeife_accelerate.session.programs import ProgramCache, Run
 
 pytestmark = pytest.mark.local
@@ -232,3 +234,9 @@ def test_a_stage_that_changes_a_parameter_runs_once():
     found, step = _facts(Overwriting, (0, 1))
     assert [stage.repetition is None for stage in step.staged.stages] == [True, False]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_options_of_both_reach_the_search():
+    assert (search_options(PfeifePlugin()).backward, search_options(PfeifePlugin()).recompute) == ("whole", "auto")
+    options = search_options(PfeifePlugin(backward="split", recompute="none"))
+    assert (options.backward, options.recompute) == ("split", "none")
