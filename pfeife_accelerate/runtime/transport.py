@@ -32,10 +32,6 @@ class PendingReceive(ABC):
         """Block until the tensor is there, and return it."""
 
 
-class FreeReceive(PendingReceive):
-    """A receive that makes progress by itself, and that any thread may wait for, once."""
-
-
 class AbstractTransport(ABC):
     """Sends and receives tensors between ranks `0 .. num_ranks - 1`."""
 
@@ -145,14 +141,14 @@ class DistributedTransport(AbstractTransport):
             raise _aborted(self._abort_reason)
         buffer = torch.empty(shape, dtype=dtype, device="cpu" if self._tagged else device)
         if buffer.numel() == 0:
-            return _DistributedReceive(self, None, buffer, device, peer, tag)
+            return DistributedReceive(self, None, buffer, device, peer, tag)
         group = self._group if peer < self._rank else self._reverse_group
         try:
             work = dist.irecv(_as_bytes(buffer), group=group, group_src=peer, tag=tag if self._tagged else 0)
         except RuntimeError as error:
             raise _lost(peer, _describe(buffer, tag), error) from error
         assert work is not None, "the own rank is part of the group"
-        return _DistributedReceive(self, work, buffer, device, peer, tag)
+        return DistributedReceive(self, work, buffer, device, peer, tag)
 
     def flush(self) -> None:
         """Block until all own sends have completed, and release them."""
@@ -192,7 +188,9 @@ class DistributedTransport(AbstractTransport):
 
 
 @final
-class _DistributedReceive(FreeReceive):
+class DistributedReceive(PendingReceive):
+    """A receive that makes progress by itself. With gloo, any thread may wait for it, once."""
+
     __slots__ = ("_buffer", "_device", "_peer", "_tag", "_transport", "_work")
 
     def __init__(
@@ -212,6 +210,7 @@ class _DistributedReceive(FreeReceive):
         self._tag = tag
 
     def wait(self) -> torch.Tensor:
+        """Block until the tensor is there, and return it."""
         if self._work is not None:
             self._transport.wait(self._work, self._peer, self._buffer, self._tag)
         return self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
@@ -246,7 +245,8 @@ class _Exchange:
     def note(self, tags: dict[tuple[int, int], list[int]], sender: int, receiver: int, tag: int) -> None:
         """Keep the order of tags of a pair, and compare what is known of both sides."""
         tags.setdefault((sender, receiver), []).append(tag)
-        ours, theirs = (side.get((sender, receiver), []) for side in (self.sent_tags, self.posted_tags))
+        ours = self.sent_tags.get((sender, receiver), [])
+        theirs = self.posted_tags.get((sender, receiver), [])
         count = min(len(ours), len(theirs))
         if ours[count - 1 : count] != theirs[count - 1 : count]:
             raise PfeifeError(
@@ -327,8 +327,8 @@ class LocalTransport(AbstractTransport):
             for pair, count in list(exchange.sent.items()):  # others send while this one waits
                 if pair[0] == self._rank:
                     self._waiting_for = pair[1]
-                    is_posted = partial(exchange.is_posted, pair, count)
-                    exchange.wait_for(is_posted, self._rank, f"rank {pair[1]} to receive tag {pair[2]}")
+                    what = f"rank {pair[1]} to receive tag {pair[2]}"
+                    exchange.wait_for(partial(exchange.is_posted, pair, count), self._rank, what)
         self._waiting_for = None
 
     def abort(self, reason: str) -> None:
@@ -356,7 +356,7 @@ class LocalTransport(AbstractTransport):
 
 
 @final
-class _LocalReceive(FreeReceive):
+class _LocalReceive(PendingReceive):
     __slots__ = ("_device", "_expected", "_key", "_transport")
 
     def __init__(
