@@ -17,7 +17,7 @@ from typing import final
 import torch
 
 from pfeife_accelerate.runtime.moments import Mark, Moments
-from pfeife_accelerate.runtime.transport import FreeReceive, PendingReceive
+from pfeife_accelerate.runtime.transport import DistributedReceive, PendingReceive
 
 __all__ = ["Taken", "TimedReceive", "Watchers", "noted_in_stream"]
 
@@ -40,7 +40,7 @@ class Watchers:
     def __init__(self) -> None:
         self._queues: dict[int, SimpleQueue[_Watched | None]] = {}
 
-    def watch(self, receive: FreeReceive, peer: int) -> TimedReceive:
+    def watch(self, receive: DistributedReceive, peer: int) -> TimedReceive:
         """From here on the thread waits for this receive: nobody else may."""
         queue = self._queues.get(peer)
         if queue is None:

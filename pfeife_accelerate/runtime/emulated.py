@@ -49,10 +49,12 @@ class Speeds:
 class EmulatedDevice:
     """The time of one rank. All methods are for the rank's own thread."""
 
-    def __init__(self, start_s: float) -> None:
-        """The rank's time is `start_s` of the host's clock until it has done something."""
-        self._at_s = start_s
-        self._used_s = time.thread_time()
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """From here on: the rank's time is the host's now."""
+        self._at_s, self._used_s = time.perf_counter(), time.thread_time()
 
     def now_s(self) -> float:
         """The rank's time; never ahead of the host's."""

@@ -73,13 +73,14 @@ def run_rank(
     transport: AbstractTransport, lowered: Schedule, messages: Messages, speeds: Speeds, start_s: float
 ) -> RankRecord:
     """One rank's part, from `start_s` of the host's clock on."""
-    rank, device = transport.rank, EmulatedDevice(time.perf_counter())
+    rank, device = transport.rank, EmulatedDevice()
     program = emulated_program(lowered, rank, messages, speeds, device)
     inputs = emulated_inputs(messages, lowered.num_microbatches)
     emulated = EmulatedTransport(transport, device, sends_s(program.actions, speeds))
     recorder = Recorder(emulated, _CPU)
     state = StepState(lowered.num_microbatches)
-    device.until(start_s)
+    time.sleep(max(0.0, start_s - time.perf_counter()))
+    device.start()
     recorder.begin()
     Executor(emulated, _CPU).run(program, inputs, state, recorder)
     recorder.close()

@@ -17,7 +17,7 @@ from typing import final
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.runtime.transport import AbstractTransport, FreeReceive, PendingReceive, aborted, described
+from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive, aborted, described
 
 __all__ = ["LocalTransport"]
 
@@ -159,7 +159,7 @@ class LocalTransport(AbstractTransport):
 
 
 @final
-class _LocalReceive(FreeReceive):
+class _LocalReceive(PendingReceive):
     __slots__ = ("_device", "_expected", "_key", "_transport")
 
     def __init__(

@@ -15,7 +15,7 @@ from pfeife_accelerate.ir.actions import Action
 from pfeife_accelerate.ir.record import ClockFit, RankRecord
 from pfeife_accelerate.runtime.arrivals import Taken, TimedReceive, Watchers, noted_in_stream
 from pfeife_accelerate.runtime.moments import Mark, Moments, moments_of
-from pfeife_accelerate.runtime.transport import AbstractTransport, FreeReceive, PendingReceive
+from pfeife_accelerate.runtime.transport import AbstractTransport, DistributedReceive, PendingReceive
 
 __all__ = ["Recorder"]
 
@@ -125,7 +125,7 @@ class _RecordingTransport(AbstractTransport):
         if self._streams is None:
             return (
                 self._watchers.watch(receive, peer)
-                if isinstance(receive, FreeReceive)
+                if isinstance(receive, DistributedReceive)
                 else Taken(receive, self._moments)
             )
         if peer not in self._streams:

@@ -28,10 +28,6 @@ class PendingReceive(ABC):
         """Block until the tensor is there, and return it."""
 
 
-class FreeReceive(PendingReceive):
-    """A receive that makes progress by itself, and that any thread may wait for, once."""
-
-
 class AbstractTransport(ABC):
     """Sends and receives tensors between ranks `0 .. num_ranks - 1`."""
 
@@ -146,14 +142,14 @@ class DistributedTransport(AbstractTransport):
             raise aborted(self._abort_reason)
         buffer = torch.empty(shape, dtype=dtype, device="cpu" if self._tagged else device)
         if buffer.numel() == 0:
-            return _DistributedReceive(self, None, buffer, device, peer, tag)
+            return DistributedReceive(self, None, buffer, device, peer, tag)
         group = self._group if peer < self._rank else self._reverse_group
         try:
             work = dist.irecv(as_bytes(buffer), group=group, group_src=peer, tag=tag if self._tagged else 0)
         except RuntimeError as error:
             raise lost(peer, _describe(buffer, tag), error) from error
         assert work is not None, "the own rank is part of the group"
-        return _DistributedReceive(self, work, buffer, device, peer, tag)
+        return DistributedReceive(self, work, buffer, device, peer, tag)
 
     def flush(self) -> None:
         """Block until all own sends have completed, and release them."""
@@ -193,7 +189,9 @@ class DistributedTransport(AbstractTransport):
 
 
 @final
-class _DistributedReceive(FreeReceive):
+class DistributedReceive(PendingReceive):
+    """A receive that makes progress by itself. With gloo, any thread may wait for it, once."""
+
     __slots__ = ("_buffer", "_device", "_peer", "_tag", "_transport", "_work")
 
     def __init__(
@@ -213,6 +211,7 @@ class _DistributedReceive(FreeReceive):
         self._tag = tag
 
     def wait(self) -> torch.Tensor:
+        """Block until the tensor is there, and return it."""
         if self._work is not None:
             self._transport.wait(self._work, self._peer, self._buffer, self._tag)
         return self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)

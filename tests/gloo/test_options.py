@@ -51,9 +51,14 @@ def _run(width: int, plugin: str) -> Result:
     return run_ranks(SCRIPT, num_processes=2, args=(str(width), plugin), timeout=90)
 
 
-def test_the_keyword_of_accelerator_sets_the_plan():
-    result = _run(8, "PfeifePlugin(num_microbatches=3, schedule='looped', num_loops=2)").check()
+def test_the_keyword_of_accelerator_sets_the_plan_and_a_trace_of_nothing_is_told(tmp_path: Path):
+    file = tmp_path / "trace.json"
+    options = f"num_microbatches=3, schedule='looped', num_loops=2, trace={str(file)!r}"
+    result = _run(8, f"PfeifePlugin({options})").check()
     assert "spec looped 3 2" in result.stdout
+    assert result.stderr.count(f"no step was recorded into {file}") == 1
+    assert "the script ran 1 planned training step(s), and the first to be recorded is number 3" in result.stderr
+    assert not file.exists()
 
 
 def test_a_plan_is_kept_in_the_plan_file_used_again_and_refused_for_another_model(tmp_path: Path):
