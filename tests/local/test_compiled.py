@@ -114,7 +114,7 @@ def _call(model: nn.Module, lengths: tuple[int, ...] = (5,)) -> CapturedCall:
 
 def _staged(call: CapturedCall, cuts: tuple[int, ...], backend: str | None) -> StagedGraph:
     how = None if backend is None else Compilation(backend=backend)
-    return split(call.graph, cuts, call.graph.result_names(), partial(make_stage, compilation=how))
+    return split(call.graph, cuts, call.graph.result_names(), make=partial(make_stage, compilation=how))
 
 
 def _run(
