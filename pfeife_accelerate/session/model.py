@@ -24,6 +24,7 @@ from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.runtime.microbatch import divide
+from pfeife_accelerate.runtime.process_memory import give_back_freed
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.buffers import as_the_first_time
@@ -139,8 +140,8 @@ class PipelinedModel:
     def _plan(self, call: Call) -> None:
         mesh, self.states = self.session.mesh, self.capture.states()
         kept = partial(training_state, self.session.optimizers.known, self.states)
-        agreed = agree_on_plan(self.session.plugin, mesh, self.session.transport, call, self.device, kept)
-        plan = self.session.follow_plan(agreed)
+        plan = agree_on_plan(self.session.plugin, mesh, self.session.transport, call, self.device, kept)
+        plan = self.session.follow_plan(plan)
         self.placement = Placement(stages_of_states(call.graph, plan.cuts), plan.stage_ranks, self.states, mesh.rank)
         self.microbatch_number = MicrobatchNumber.planned(self.session.plugin, plan, call)
         self.programs = ProgramCache(plan.schedule, mesh.rank, plan.recompute, self.session.compilation)
@@ -152,6 +153,7 @@ class PipelinedModel:
         self.session.optimizers.forget_elsewhere()
         self.plan = plan
         self.session.add(self)
+        give_back_freed()
 
     # -------------------------------------------------------------------------------------------- evaluation
 
@@ -353,7 +355,7 @@ class PipelinedModel:
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
         with self._surroundings(call, announcement):
             self.session.execute(self, run, program, inputs, call.state)
-        self._keep(call)
+        self._keep(call, call.state.kept)
         is_right = True
         if run in (Run.PLANNED, Run.BACKWARD):
             share_input_gradients(self.session, call)
@@ -388,11 +390,9 @@ class PipelinedModel:
             self.conductor.finished(call)
         self.session.tick()
 
-    def _keep(self, call: Call) -> None:
-        assert call.state is not None
-        for name, parts in call.state.kept.items():
-            call.values[name] = call.whole(name, parts)
-        call.state.kept.clear()
+    def _keep(self, call: Call, kept: dict[str, dict[int, torch.Tensor]]) -> None:
+        call.values.update({name: call.whole(name, parts) for name, parts in kept.items()})
+        kept.clear()
 
 
 def _call_of(leaf: Leaf) -> Call:

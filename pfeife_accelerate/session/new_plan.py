@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -17,7 +18,17 @@ from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.op_graph import to_op_graph
 from pfeife_accelerate.config import PfeifePlugin
 from pfeife_accelerate.cost.link_profile import LinkProfile
-from pfeife_accelerate.ir import CostGraph, CostTable, DeviceSpec, LinkSpec, OpGraph, PipelinePlan, cost_graph_of
+from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.ir import (
+    CostGraph,
+    CostTable,
+    DeviceSpec,
+    LinkSpec,
+    Machine,
+    OpGraph,
+    PipelinePlan,
+    cost_graph_of,
+)
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner import SearchOptions, cuts_at, make_plan, pipeline_plan
 from pfeife_accelerate.planner.describe import describe
@@ -26,11 +37,15 @@ from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.measuring import machine_here, measured_costs
 from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
 
-__all__ = ["TrainingState", "graph_of", "new_plan", "search_options", "worth_copying"]
+__all__ = ["TrainingState", "graph_of", "leanest", "new_plan", "search_options", "worth_copying"]
 
 _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 _SHORT_STEP_S = 0.02  #: a step so short is not worth seconds of search
+
+_SHARES_OF_MEMORY = (0.7, 0.85)  #: of the fastest plan's, tried from below
+_AS_FAST = 0.012  #: expected times that differ by less are equal
+_QUICK_PLANS_ARE_SLOWER = 0.03
 
 #: Bytes that training keeps of each parameter on a device, and seconds of its optimizer step.
 TrainingState: TypeAlias = Callable[[DeviceSpec], Mapping[str, tuple[int, float]]]
@@ -63,20 +78,52 @@ def new_plan(
         graphs[number] = ops, cost_graph_of(ops, costs, kept, copied=copied), copied
         return plan_for(number, "quick")
 
-    def plan_for(number: int, effort: str) -> PipelinePlan:
+    def plan_for(number: int, effort: str, most_bytes: int | None = None) -> PipelinePlan:
         ops, graph, copied = graphs[number]
         wanted = replace(options, effort=effort)
         if options.split_points:
             loops = options.num_loops or max(1, (len(options.split_points) + 1) // mesh.pipeline_size)
             wanted = replace(wanted, cuts=cuts_at(ops, options.split_points, mesh.pipeline_size * loops))
-        planned = make_plan(graph, machine, mesh.pipeline_size, number, wanted)
+        limited = machine if most_bytes is None else _limited(machine, most_bytes / wanted.memory_fraction)
+        planned = make_plan(graph, limited, mesh.pipeline_size, number, wanted)
         return pipeline_plan(planned, ops, machine, copied)
 
     chosen = fastest(quick_plan, candidates(plugin, call, mesh.pipeline_size), _PLANNING_S)
     # The quick plan is a few per cent slower.
-    plan = chosen if chosen.estimate_s < _SHORT_STEP_S else plan_for(chosen.spec.num_microbatches, "full")
+    if chosen.estimate_s < _SHORT_STEP_S:
+        plan = chosen
+    else:
+        plan_within = partial(plan_for, chosen.spec.num_microbatches)
+        plan = leanest(plan_within, plan_within("full"))
     _LOG.info("plan\n%s", describe(plan))
     return plan
+
+
+def leanest(plan_within: Callable[[str, int], PipelinePlan], fastest_plan: PipelinePlan) -> PipelinePlan:
+    """Of plans that are about as fast as the fastest, the one that needs the least memory.
+
+    `plan_within(effort, bytes)` plans with that much memory on each rank. What is won by more of it is soon less than
+    what steps differ by.
+    """
+    for share in _SHARES_OF_MEMORY:
+        most_bytes = int(share * max(fastest_plan.peak_bytes))
+        try:
+            if plan_within("quick", most_bytes).estimate_s > fastest_plan.estimate_s * (1 + _QUICK_PLANS_ARE_SLOWER):
+                continue
+            lean = plan_within("full", most_bytes)
+        except PfeifeError as error:
+            if error.id != "PF302":
+                raise
+            continue  # nothing fits
+        if lean.estimate_s <= fastest_plan.estimate_s * (1 + _AS_FAST):
+            return lean
+    return fastest_plan
+
+
+def _limited(machine: Machine, memory_bytes: float) -> Machine:
+    least = (min(device.memory_bytes, int(memory_bytes)) for device in machine.devices)
+    devices = (replace(device, memory_bytes=most) for device, most in zip(machine.devices, least, strict=True))
+    return replace(machine, devices=tuple(devices))
 
 
 def worth_copying(graph: CapturedGraph, ops: OpGraph, costs: CostTable, links: Collection[LinkSpec]) -> tuple[int, ...]:
