@@ -97,7 +97,7 @@ def test_threads_are_shared_between_the_processes_unless_said_otherwise():
     ],
 )
 def test_import_orders(imports):
-    result = run_ranks(imports + FACTS, num_processes=2, env={"PFEIFE_ENABLED": "true"})
+    result = run_ranks(imports + FACTS, num_processes=2, env={"PFEIFE_ENABLED": "true"}, fresh=True)
     assert facts_of(result) == ONE_PIPELINE
 
 
@@ -106,12 +106,15 @@ def test_import_orders(imports):
 )
 def test_import_of_the_package_replaces_the_entry_point(imports):
     env = {"PFEIFE_ENABLED": "true", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    assert facts_of(run_ranks(imports + FACTS, num_processes=2, env=env)) == ONE_PIPELINE
+    assert facts_of(run_ranks(imports + FACTS, num_processes=2, env=env, fresh=True)) == ONE_PIPELINE
 
 
 def test_without_the_entry_point_and_the_import_nothing_is_replaced():
     env = {"PFEIFE_ENABLED": "true", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "ACCELERATE_USE_CPU": "true"}
-    assert facts_of(run_ranks(SCRIPT, num_processes=2, env=env)) == [[2, 0, True, "0", "2"], [2, 1, False, "1", "2"]]
+    assert facts_of(run_ranks(SCRIPT, num_processes=2, env=env, fresh=True)) == [
+        [2, 0, True, "0", "2"],
+        [2, 1, False, "1", "2"],
+    ]
 
 
 def test_torchrun_with_the_environment(tmp_path):
