@@ -62,10 +62,12 @@ def run_script(
     config_option: str = "--config",
     env: Mapping[str, str | None] | None = None,
     timeout: float = 120,
+    fresh: bool = True,
 ) -> Result:
     """Run `script` (a path, or its text) by `accelerate launch` with a yaml made of `config`.
 
-    `config` is laid over a plain configuration of `num_processes` CPU processes; None: launched without a yaml.
+    `config` is laid over a plain configuration of `num_processes` CPU processes; None: launched without a yaml. Unless
+    `fresh`, the launcher itself, but none of the processes that it starts, is forked as ranks are by `run_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = _script_path(script, Path(folder))
@@ -85,7 +87,7 @@ def run_script(
             yaml_file.write_text(yaml.safe_dump({**base, **config}), encoding="utf-8")
             command += [config_option, str(yaml_file)]
         command += [*launch_args, str(path), *args]
-        return _run([command], [environment(env)], timeout=timeout, fresh=True)
+        return _run([command], [environment(env)], timeout=timeout, fresh=fresh)
 
 
 def run_ranks(
@@ -137,7 +139,8 @@ def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
     strict = {"PFEIFE_ON_LOSS_MISMATCH": "error"} if any(name.startswith("PFEIFE_") for name in given) else {}
     # What is measured in one test serves the next, and neither reads nor changes what the person has.
     clean["XDG_CACHE_HOME"] = _cache_home()
-    wanted = {**clean, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **strict, **given}
+    fixed = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    wanted = {**clean, **fixed, **strict, **given}
     return {name: value for name, value in wanted.items() if value is not None}
 
 
@@ -169,7 +172,7 @@ def start(
 ) -> subprocess.Popen[bytes] | Fork:
     """Start a process that leads a session and adds what it prints to two files.
 
-    `command` is a Python script and its arguments, with the interpreter before them, or, if `fresh`, any command.
+    `command` is an interpreter with a script or `-m` module and arguments, or, if `fresh`, any command.
     """
     if not fresh and can_fork(env):
         return fork(rank, command[1:], env, stdout=stdout, stderr=stderr)

@@ -11,13 +11,13 @@ all that is read from the environment while torch, accelerate or the package are
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import pkgutil
 import random
 import sys
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 
@@ -62,7 +62,7 @@ def serve(requests: Any, answers: int) -> dict[str, Any] | None:
     return None
 
 
-def become(request: dict[str, Any]) -> tuple[ModuleType, Any]:
+def become(request: dict[str, Any]) -> tuple[ModuleType, CodeType]:
     """Make this child what a fresh process would be: its files, environment, random numbers and main module."""
     import numpy
     import torch
@@ -79,15 +79,21 @@ def become(request: dict[str, Any]) -> tuple[ModuleType, Any]:
     os.environ.update(request["environment"])
     random.seed()
     numpy.random.seed()
-    script = request["arguments"][0]
-    sys.argv[:] = request["arguments"]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
     torch._import_device_backends()
     main = ModuleType("__main__")
-    main.__file__ = script
+    if request["arguments"][0] == "-m":
+        main.__spec__ = importlib.util.find_spec(request["arguments"][1])
+        assert main.__spec__ is not None and main.__spec__.origin is not None
+        main.__file__ = main.__spec__.origin
+        sys.argv[:] = [main.__file__, *request["arguments"][2:]]
+        sys.path[0] = request["folder"]
+    else:
+        main.__file__ = request["arguments"][0]
+        sys.argv[:] = request["arguments"]
+        sys.path[0] = os.path.dirname(os.path.abspath(main.__file__))
     sys.modules["__main__"] = main
-    with open(script, "rb") as file:
-        return main, compile(file.read(), script, "exec")
+    with open(main.__file__, "rb") as file:
+        return main, compile(file.read(), main.__file__, "exec")
 
 
 imported()
