@@ -122,9 +122,11 @@ def run_ranks(
         return _run([command] * num_processes, environments, timeout=timeout, fresh=fresh)
 
 
-def run_command(command: Sequence[str], *, env: Mapping[str, str | None] | None = None, timeout: float = 120) -> Result:
-    """Run any command under the same rules."""
-    return _run([list(command)], [environment(env)], timeout=timeout, fresh=True)
+def run_command(
+    command: Sequence[str], *, env: Mapping[str, str | None] | None = None, timeout: float = 120, fresh: bool = True
+) -> Result:
+    """Run any command under the same rules; one of Python may be forked, unless `fresh`."""
+    return _run([list(command)], [environment(env)], timeout=timeout, fresh=fresh)
 
 
 def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:

@@ -53,6 +53,7 @@ def serve(requests: Any, answers: int) -> dict[str, Any] | None:
             if not pid:
                 os.setsid()
                 os.close(own)
+                os.close(is_own)
                 return request
             os.close(own)
             os.read(is_own, 1)  # until the child leads a process group that can be killed
@@ -67,10 +68,10 @@ def become(request: dict[str, Any]) -> tuple[ModuleType, CodeType]:
     import numpy
     import torch
 
-    requests = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(requests, 0)
-    for number, path in ((1, request["stdout"]), (2, request["stderr"])):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    added = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    files = ((os.devnull, os.O_RDONLY), (request["stdout"], added), (request["stderr"], added))
+    for number, (path, mode) in enumerate(files):
+        file = os.open(path, mode)
         os.dup2(file, number)
         os.close(file)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -79,6 +80,7 @@ def become(request: dict[str, Any]) -> tuple[ModuleType, CodeType]:
     os.environ.update(request["environment"])
     random.seed()
     numpy.random.seed()
+    torch.default_generator.seed()
     torch._import_device_backends()
     main = ModuleType("__main__")
     if request["arguments"][0] == "-m":
@@ -97,7 +99,7 @@ def become(request: dict[str, Any]) -> tuple[ModuleType, CodeType]:
 
 
 imported()
-_request = serve(os.fdopen(os.dup(0), closefd=False), 1)
+_request = serve(open(0, closefd=False), 1)  # noqa: SIM115
 if _request is not None:
     _main, _code = become(_request)
     exec(_code, vars(_main))
