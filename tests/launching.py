@@ -20,6 +20,9 @@ from typing import Any
 
 import yaml
 
+from tests.forks import Fork, can_fork
+from tests.forks import start as fork
+
 # What the surrounding shell or CI may have set must not reach the script under test.
 _FOREIGN = ("PFEIFE_", "ACCELERATE_", "TORCHELASTIC_", "MASTER_")
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_DEVICE_BACKEND_AUTOLOAD")
@@ -59,10 +62,12 @@ def run_script(
     config_option: str = "--config",
     env: Mapping[str, str | None] | None = None,
     timeout: float = 120,
+    fresh: bool = True,
 ) -> Result:
     """Run `script` (a path, or its text) by `accelerate launch` with a yaml made of `config`.
 
-    `config` is laid over a plain configuration of `num_processes` CPU processes; None: launched without a yaml.
+    `config` is laid over a plain configuration of `num_processes` CPU processes; None: launched without a yaml. Unless
+    `fresh`, the launcher itself, but none of the processes that it starts, is forked as ranks are by `run_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = _script_path(script, Path(folder))
@@ -82,7 +87,7 @@ def run_script(
             yaml_file.write_text(yaml.safe_dump({**base, **config}), encoding="utf-8")
             command += [config_option, str(yaml_file)]
         command += [*launch_args, str(path), *args]
-        return _run([command], [environment(env)], timeout=timeout)
+        return _run([command], [environment(env)], timeout=timeout, fresh=fresh)
 
 
 def run_ranks(
@@ -92,8 +97,12 @@ def run_ranks(
     args: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     timeout: float = 120,
+    fresh: bool = False,
 ) -> Result:
-    """Run `script` in `num_processes` Python processes with the variables torchrun sets, without torchrun."""
+    """Run `script` in `num_processes` Python processes with the variables torchrun sets, without torchrun.
+
+    They are forked from processes that have imported torch, accelerate and the package, if they can be, unless `fresh`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = _script_path(script, Path(folder))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
@@ -110,12 +119,14 @@ def run_ranks(
             for rank in range(num_processes)
         ]
         command = [sys.executable, str(path), *args]
-        return _run([command] * num_processes, environments, timeout=timeout)
+        return _run([command] * num_processes, environments, timeout=timeout, fresh=fresh)
 
 
-def run_command(command: Sequence[str], *, env: Mapping[str, str | None] | None = None, timeout: float = 120) -> Result:
-    """Run any command under the same rules."""
-    return _run([list(command)], [environment(env)], timeout=timeout)
+def run_command(
+    command: Sequence[str], *, env: Mapping[str, str | None] | None = None, timeout: float = 120, fresh: bool = True
+) -> Result:
+    """Run any command under the same rules; one of Python may be forked, unless `fresh`."""
+    return _run([list(command)], [environment(env)], timeout=timeout, fresh=fresh)
 
 
 def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
@@ -130,7 +141,8 @@ def environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
     strict = {"PFEIFE_ON_LOSS_MISMATCH": "error"} if any(name.startswith("PFEIFE_") for name in given) else {}
     # What is measured in one test serves the next, and neither reads nor changes what the person has.
     clean["XDG_CACHE_HOME"] = _cache_home()
-    wanted = {**clean, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **strict, **given}
+    fixed = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    wanted = {**clean, **fixed, **strict, **given}
     return {name: value for name, value in wanted.items() if value is not None}
 
 
@@ -157,19 +169,31 @@ def _script_path(script: Path | str, folder: Path) -> Path:
     return path
 
 
-def _run(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, timeout: float) -> Result:
+def start(
+    rank: int, command: Sequence[str], env: Mapping[str, str], *, stdout: Path, stderr: Path, fresh: bool
+) -> subprocess.Popen[bytes] | Fork:
+    """Start a process that leads a session and adds what it prints to two files.
+
+    `command` is an interpreter with a script or `-m` module and arguments, or, if `fresh`, any command.
+    """
+    if not fresh and can_fork(env):
+        return fork(rank, command[1:], env, stdout=stdout, stderr=stderr)
+    with stdout.open("ab") as out_file, stderr.open("ab") as err_file:
+        # A session of its own: its whole process group can be killed, launchers' children included.
+        return subprocess.Popen(command, env=dict(env), stdout=out_file, stderr=err_file, start_new_session=True)
+
+
+def _run(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, timeout: float, fresh: bool
+) -> Result:
     """Run all commands at once; the first failure ends the others, the time limit ends all."""
-    start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [(Path(folder) / f"{number}.out", Path(folder) / f"{number}.err") for number in range(len(commands))]
         processes = []
-        for command, env, (out, err) in zip(commands, environments, outputs, strict=True):
-            with out.open("wb") as out_file, err.open("wb") as err_file:
-                # A session of its own: its whole process group can be killed, launchers' children included.
-                processes.append(
-                    subprocess.Popen(command, env=dict(env), stdout=out_file, stderr=err_file, start_new_session=True)
-                )
         try:
+            for rank, (command, env, (out, err)) in enumerate(zip(commands, environments, outputs, strict=True)):
+                processes.append(start(rank, command, env, stdout=out, stderr=err, fresh=fresh))
+            start_s = time.monotonic()
             returncode = _wait(processes, deadline_s=start_s + timeout)
         finally:
             for process in processes:
@@ -185,7 +209,7 @@ def _run(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, 
     )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], *, deadline_s: float, grace_s: float = 15) -> int | None:
+def _wait(processes: Sequence[subprocess.Popen[bytes] | Fork], *, deadline_s: float, grace_s: float = 15) -> int | None:
     """The first failing exit code, 0 when all succeed, None at the deadline.
 
     After a failure the others get `grace_s` to notice, because ending by themselves is what is tested.

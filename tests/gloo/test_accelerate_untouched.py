@@ -27,7 +27,7 @@ def test_accelerates_own_script_passes_in_one_process():
 
 
 def test_accelerates_own_script_passes_in_two_processes():
-    run_ranks(own_test_script(), num_processes=2, env={"ACCELERATE_USE_CPU": "true"}, timeout=280).check()
+    run_ranks(own_test_script(), num_processes=2, env={"ACCELERATE_USE_CPU": "true"}, timeout=280, fresh=True).check()
 
 
 def test_only_the_launcher_and_the_keyword_are_in():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.launching import environment, free_port
+from tests.launching import environment, free_port, start
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(90)]
 
@@ -57,15 +57,12 @@ def run(script: str, folder: Path, *, kill: int | None = None, limit_s: float = 
     path = folder / "script.py"
     path.write_text(SETUP + script)
     port = free_port()
-    root = str(Path(__file__).parents[2])
     files = [((folder / f"{rank}.out"), (folder / f"{rank}.err")) for rank in range(3)]
     processes = []
     try:
         for rank, (out, err) in enumerate(files):
-            with out.open("wb") as out_file, err.open("wb") as err_file:
-                command = [sys.executable, str(path), str(rank), str(port)]
-                env = environment({"PYTHONPATH": root})
-                processes.append(subprocess.Popen(command, stdout=out_file, stderr=err_file, env=env))
+            command = [sys.executable, str(path), str(rank), str(port)]
+            processes.append(start(rank, command, environment(), stdout=out, stderr=err, fresh=False))
         wait_until(lambda: all("ready" in out.read_text() for out, _ in files), 40)
         start_s = time.monotonic()
         if kill is not None:
@@ -76,7 +73,8 @@ def run(script: str, folder: Path, *, kill: int | None = None, limit_s: float = 
         codes = [process.poll() for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     errors = [err.read_text() for _, err in files]
     return Outcome(codes=codes, errors=errors, outputs=[out.read_text() for out, _ in files], wall_s=wall_s)

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.forks import Fork
 from tests.launching import environment, free_port
+from tests.launching import start as start_process
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 
@@ -98,14 +100,12 @@ def run(script: str, folder: Path, *, num_ranks: int, start=start_ranks, kill: d
     processes = []
     pids: dict[int, int] = {}
     try:
-        with out.open("wb") as out_file, err.open("wb") as err_file:
-            for command, env in start(path, num_ranks, free_port()):
-                # Launchers' children end with the session.
-                processes.append(
-                    subprocess.Popen(
-                        command, stdout=out_file, stderr=err_file, env=environment(env), start_new_session=True
-                    )
-                )
+        for number, (command, env) in enumerate(start(path, num_ranks, free_port())):
+            # Launchers' children end with the session.
+            is_launcher = command[1] != str(path)
+            processes.append(
+                start_process(number, command, environment(env), stdout=out, stderr=err, fresh=is_launcher)
+            )
         wait_until(lambda: out.read_text().count("ready ") == num_ranks or not any(map(is_running, processes)), 60)
         found = re.findall(r"ready (\d+) (\d+)", out.read_text())
         assert len(found) == num_ranks, out.read_text() + err.read_text()
@@ -133,7 +133,7 @@ def wait_until(is_true, limit_s: float) -> None:
         time.sleep(0.02)
 
 
-def is_running(process: subprocess.Popen) -> bool:
+def is_running(process: subprocess.Popen | Fork) -> bool:
     return process.poll() is None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from fidelity import judged  # noqa: E402
 from fidelity_cases import CASES  # noqa: E402
-from fidelity_launch import Launches  # noqa: E402
+from fidelity_launch import Launches, Process  # noqa: E402
+
+from tests.launching import start  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
@@ -37,9 +40,16 @@ def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     chosen = [replace(CASES[name], ranks=tuple(sorted(wanted))) for name, wanted in sizes.items()]
     kinds = {False: "quick", True: "slow"}
     return {
-        slow: Launches(tmp_path_factory.mktemp(name), [c for c in chosen if c.slow is slow and not c.pending])
+        slow: Launches(
+            tmp_path_factory.mktemp(name), [c for c in chosen if c.slow is slow and not c.pending], start=_start
+        )
         for slow, name in kinds.items()
     }
+
+
+def _start(rank: int, command: Sequence[str], env: Mapping[str, str], output: Path) -> Process:
+    output.write_bytes(b"")
+    return start(rank, command, env, stdout=output, stderr=output, fresh=False)
 
 
 def _parameters() -> list[object]:

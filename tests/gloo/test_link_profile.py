@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.launching import run_ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(90)]
 
-ROOT = str(Path(__file__).parents[2])
 
 SCRIPT = """
 import json, sys, time
@@ -118,7 +116,7 @@ dist.barrier()
 def result(tmp_path_factory):
     """One start of three processes for all that is measured between them."""
     folder = tmp_path_factory.mktemp("cache")
-    env = {"PYTHONPATH": ROOT, "PFEIFE_ENABLED": "false"}
+    env = {"PFEIFE_ENABLED": "false"}
     return run_ranks(SCRIPT + ACTION_SCRIPT, num_processes=3, args=[str(folder)], env=env, timeout=80).check()
 
 

@@ -76,7 +76,9 @@ sys.stdout.write(json.dumps(facts) + chr(10))
 def test_a_rank_holds_its_own_stages_only(tmp_path):
     args = ["--steps=2", f"--output_dir={tmp_path}"]
     alone = run_command([sys.executable, "-c", SCRIPT, *args], timeout=120).check()
-    pipelined = run_ranks(SCRIPT, num_processes=2, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=200).check()
+    pipelined = run_ranks(
+        SCRIPT, num_processes=2, args=args, env={"PFEIFE_ENABLED": "true"}, timeout=200, fresh=True
+    ).check()
     (plain,) = (json.loads(line) for line in alone.lines("{"))
     ranks = [json.loads(line) for line in pipelined.lines("{")]
     total = plain["total_bytes"]

@@ -104,7 +104,10 @@ def column(facts: list[dict], name: str) -> list:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_one_pipeline_looks_like_a_single_process(num_ranks):
-    result = run_script(FACTS, num_processes=num_ranks, config={"pfeife_config": {}})
+    if num_ranks == 3:
+        result = run_ranks(FACTS, num_processes=3, env={"PFEIFE_ENABLED": "true"})
+    else:
+        result = run_script(FACTS, num_processes=num_ranks, config={"pfeife_config": {}})
     facts = facts_of(result)
     only_first = [True] + [False] * (num_ranks - 1)
     assert column(facts, "is_main") == column(facts, "state_is_main") == column(facts, "is_local_main") == only_first
@@ -132,8 +135,8 @@ def test_one_pipeline_looks_like_a_single_process(num_ranks):
 
 @pytest.mark.parametrize(("num_ranks", "pipeline_size"), [(2, 1), (4, 2)])
 def test_two_pipelines_look_like_two_processes(num_ranks, pipeline_size):
-    config = {"pfeife_config": {"pipeline_size": pipeline_size}}
-    result = run_script(FACTS, num_processes=num_ranks, config=config)
+    env = {"PFEIFE_PIPELINE_SIZE": str(pipeline_size), "ACCELERATE_USE_CPU": "true"}
+    result = run_ranks(FACTS, num_processes=num_ranks, env=env)
     facts = facts_of(result)
     assert column(facts, "index") == [rank // pipeline_size for rank in range(num_ranks)]
     assert column(facts, "is_main") == column(facts, "is_local_main") == [rank == 0 for rank in range(num_ranks)]

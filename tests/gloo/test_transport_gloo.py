@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.launching import run_ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(90)]
-
-ROOT = str(Path(__file__).parents[2])
 
 SETUP = """
 import os, time, weakref
@@ -24,7 +20,7 @@ cpu = torch.device("cpu")
 
 
 def run(script: str, num_processes: int = 2) -> list[str]:
-    result = run_ranks(SETUP + script, num_processes=num_processes, env={"PYTHONPATH": ROOT}, timeout=60)
+    result = run_ranks(SETUP + script, num_processes=num_processes, timeout=60)
     return result.check().lines("ok")
 
 

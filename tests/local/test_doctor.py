@@ -31,7 +31,7 @@ def test_doctor_prints_everything_and_passes():
 
 def test_doctor_fails_on_options_that_are_not_understood():
     env = {"COLUMNS": "200", "PFEIFE_VERBOS": "1"}
-    result = run_command([*PFEIFE, "doctor", "--no-self-test"], env=env, timeout=120)
+    result = run_command([*PFEIFE, "doctor", "--no-self-test"], env=env, timeout=120, fresh=False)
     assert result.returncode == 1, result.report()
     assert "did you mean 'PFEIFE_VERBOSE'" in result.stdout
 

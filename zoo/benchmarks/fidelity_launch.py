@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from fidelity_kit import CASES, Case
@@ -31,6 +32,18 @@ _GRACE_S = 15.0
 _CASES_PER_LAUNCH = 60  # captured graphs pile up in a process
 
 
+Process: TypeAlias = Any
+"""A running process: its `pid`, its exit code by `poll` or None, and `wait` for its end."""
+Start: TypeAlias = Callable[[int, Sequence[str], Mapping[str, str], Path], Process]
+"""Start a rank: its number, command and environment, and the file that takes what it prints."""
+
+
+def start_fresh(rank: int, command: Sequence[str], env: Mapping[str, str], output: Path) -> Process:
+    """A process of its own, in a session of its own."""
+    with output.open("w") as out:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+
+
 @dataclass
 class Launches:
     """Results of chosen cases in `folder`: a launch for each number of processes and kind, when first asked."""
@@ -38,6 +51,8 @@ class Launches:
     folder: Path
     chosen: Sequence[Case]
     case_limit_s: float = 300.0
+    start: Start = start_fresh
+    """How a process is started."""
     failures: dict[tuple[str, int], str] = field(default_factory=dict)
     """Why a case has no result, by its name and number of processes."""
     logs: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -90,7 +105,7 @@ class Launches:
     def _launch(self, size: int, launch: str, names: Sequence[str]) -> str:
         args = [str(self.folder / str(size)), launch, str(self.case_limit_s), *names]
         limit_s = _START_LIMIT_S + self.case_limit_s * len(names)
-        return run_processes([sys.executable, str(_HERE / "fidelity_worker.py"), *args], size, limit_s)
+        return run_processes([sys.executable, str(_HERE / "fidelity_worker.py"), *args], size, limit_s, self.start)
 
     def _rest(self, names: Sequence[str], size: int, log: str) -> list[str]:
         """The cases after the one that failed; its reason is noted."""
@@ -123,12 +138,12 @@ def reason_in(log: str) -> str:
     return lines[-1][:300] if lines else "no output"
 
 
-def run_processes(command: Sequence[str], size: int, limit_s: float) -> str:
+def run_processes(command: Sequence[str], size: int, limit_s: float, start: Start = start_fresh) -> str:
     """Run the command as one plain process, or as that many ranks; all that they print, the errors last."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Process] = []
     outputs: list[Path] = []
     for rank in range(size):
         own = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "ACCELERATE_USE_CPU": "true"}
@@ -137,12 +152,7 @@ def run_processes(command: Sequence[str], size: int, limit_s: float) -> str:
             own |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
             own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "XDG_CACHE_HOME": str(Path(command[2]) / "cache")}
         outputs.append(Path(command[2]) / f"log.{rank}")
-        with outputs[-1].open("w") as out:
-            processes.append(
-                subprocess.Popen(
-                    command, env=_environment(own), stdout=out, stderr=out, text=True, start_new_session=True
-                )
-            )
+        processes.append(start(rank, command, _environment(own), outputs[-1]))
     try:
         _wait(processes, time.monotonic() + limit_s)
     finally:
@@ -158,7 +168,7 @@ def _environment(own: Mapping[str, str]) -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **own}
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]], deadline_s: float) -> None:
+def _wait(processes: Sequence[Process], deadline_s: float) -> None:
     """Until all have ended; after a failure the others get a moment to notice."""
     failed = False
     while time.monotonic() < deadline_s:
