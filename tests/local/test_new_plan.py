@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import LinkSpec, Machine, PipelinePlan
+from pfeife_accelerate.ir import PipelinePlan
 from pfeife_accelerate.planner import SearchOptions, pipeline_plan
 from pfeife_accelerate.planner.search import make_plan
 from pfeife_accelerate.session.new_plan import leanest
-from tests.cost_graphs import chain, device
+from tests.cost_graphs import chain, machine
 
 pytestmark = pytest.mark.local
 
 
 @pytest.fixture(scope="module")
 def fastest() -> PipelinePlan:
-    machine = Machine(devices=(device(),), link=LinkSpec(latency_s=1e-6, bytes_per_s=1e10))
-    plan = pipeline_plan(make_plan(chain(), machine, 2, 2, SearchOptions(schedule="1f1b", effort="quick")))
+    options = SearchOptions(schedule="1f1b", effort="quick")
+    plan = pipeline_plan(make_plan(chain(4), machine(), 2, 2, options))
     return replace(plan, estimate_s=1.0, peak_bytes=(1000, 900))
 
 
