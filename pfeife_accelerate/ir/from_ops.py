@@ -7,6 +7,7 @@ Ignores: which tensor of several a reader takes: it is counted as reading them a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from pfeife_accelerate.errors import InternalError
@@ -18,6 +19,7 @@ __all__ = ["DEFAULT_STATE_COPIES", "cost_graph_of"]
 
 #: Parameter, gradient and the two states of the Adam family.
 DEFAULT_STATE_COPIES = 4
+_LOSS_COPIES = 2
 
 
 def cost_graph_of(
@@ -37,14 +39,14 @@ def cost_graph_of(
     """
     if len(costs.ops) != len(graph.nodes):
         raise InternalError(id="PF154", what=f"{len(costs.ops)} costs for a graph of {len(graph.nodes)} operations")
-    uses = _uses(graph, state or {})
+    uses, kept = _uses(graph, state or {}), _kept_by_loss(graph)
     nodes = tuple(
         CostNode(
             op=node.target,
             forward_s=cost.forward_s,
             backward_input_s=cost.backward_input_s,
             backward_weight_s=cost.backward_weight_s,
-            saved_bytes=cost.saved_bytes,
+            saved_bytes=cost.saved_bytes + kept.get(node.index, 0),
             workspace_bytes=cost.workspace_bytes,
             params=tuple(dict.fromkeys(uses[param] for param in node.params)),
             cut_allowed=node.cut_allowed,
@@ -54,6 +56,16 @@ def cost_graph_of(
     sent = [node for node in graph.nodes if node.index not in copied]
     values = tuple(value for node in sent for value in _values(node, graph.readers[node.index]))
     return CostGraph(name=name, nodes=nodes, values=values, fingerprint=graph.fingerprint)
+
+
+def _kept_by_loss(graph: OpGraph) -> dict[int, int]:
+    """Bytes that a loss outside the model keeps of the results it reads, by the operation that makes them: the result,
+    and what the loss is made of, as a softmax of it. A model that gives a single number has its loss inside.
+    """
+    results = [node for node in graph.nodes if node.name in graph.outputs and node.gradient_bytes]
+    if any(math.prod(spec.shape) == 1 for node in results for spec in node.outputs):
+        return {}
+    return {node.index: _LOSS_COPIES * node.gradient_bytes for node in results}
 
 
 def _values(node: OpNode, readers: tuple[int, ...]) -> list[CostValue]:

@@ -43,7 +43,7 @@ _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 _SHORT_STEP_S = 0.02  #: a step so short is not worth seconds of search
 
-_SHARES_OF_MEMORY = (0.7, 0.85)  #: of the fastest plan's, tried from below
+_SHARES_OF_MEMORY = (0.5, 0.6, 0.7, 0.85)  #: of the fastest plan's, tried from below
 _AS_FAST = 0.012  #: expected times that differ by less are equal
 _QUICK_PLANS_ARE_SLOWER = 0.03
 

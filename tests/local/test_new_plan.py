@@ -30,8 +30,8 @@ def test_the_least_memory_that_costs_next_to_nothing_is_taken(fastest):
         asked.append((effort, most_bytes))
         return replace(fastest, estimate_s=1.01, peak_bytes=(most_bytes, most_bytes))
 
-    assert leanest(plan_within, fastest).peak_bytes == (700, 700)
-    assert asked == [("quick", 700), ("full", 700)]
+    assert leanest(plan_within, fastest).peak_bytes == (500, 500)
+    assert asked == [("quick", 500), ("full", 500)]
 
 
 @pytest.mark.parametrize(("slower", "expected"), [((1.2, 1.01), (850, 850)), ((1.2, 1.05), (1000, 900))])

@@ -34,6 +34,10 @@ def tied_graph():
     )  # fmt: skip
 
 
+#: The result, and a softmax of it or the like.
+KEPT_BY_LOSS = 2 * VALUE.num_bytes
+
+
 def made(state=None):
     costs = [
         OpCost(forward_s=i + 1.0, backward_input_s=0.5, backward_weight_s=0.25, saved_bytes=i, workspace_bytes=9)
@@ -45,7 +49,7 @@ def made(state=None):
 def test_costs_and_legal_cuts_are_taken_over():
     graph = made()
     assert [(n.forward_s, n.backward_input_s, n.backward_weight_s, n.saved_bytes, n.workspace_bytes) for n in
-            graph.nodes] == [(i + 1.0, 0.5, 0.25, i, 9) for i in range(4)]  # fmt: skip
+            graph.nodes] == [(i + 1.0, 0.5, 0.25, i + (KEPT_BY_LOSS if i == 3 else 0), 9) for i in range(4)]  # fmt: skip
     assert graph.legal_cuts == (1, 3)
     assert graph.fingerprint == tied_graph().fingerprint
 
@@ -89,6 +93,15 @@ def test_the_optimizers_state_is_taken_by_any_name_of_a_parameter():
     assert (graph.nodes[0].params[0].state_bytes, graph.nodes[0].params[0].optimizer_s) == (80, 0.5)
     assert graph.nodes[3].params[0] == graph.nodes[0].params[0]
     assert (graph.nodes[1].params[0].state_bytes, graph.nodes[1].params[0].optimizer_s) == (120, 0.25)
+
+
+def test_a_model_that_gives_its_loss_leaves_nothing_to_a_loss_outside():
+    graph = tied_graph()
+    single = replace(graph.nodes[3], outputs=(replace(VALUE, shape=()),))
+    costs = CostTable(ops=tuple(OpCost(forward_s=1.0) for _ in graph.nodes))
+    assert cost_graph_of(graph, costs).nodes[3].saved_bytes == KEPT_BY_LOSS
+    inside = cost_graph_of(replace(graph, nodes=(*graph.nodes[:3], single)), costs)
+    assert [node.saved_bytes for node in inside.nodes] == [0] * 4
 
 
 def test_costs_of_another_graph_are_refused():
