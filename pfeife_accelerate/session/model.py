@@ -6,11 +6,11 @@ Reads top to bottom like a step: `__call__` captures and returns deferred output
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.runtime.microbatch import divide
-from pfeife_accelerate.runtime.step import StepState
+from pfeife_accelerate.runtime.step import RankProgram, StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.buffers import as_the_first_time
 from pfeife_accelerate.session.call import Call, Progress, lonely_training_call
@@ -53,6 +53,8 @@ from pfeife_accelerate.session.unpipelined import CaptureGate
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
+
+_OnStageDone: TypeAlias = Callable[[int], None] | None
 
 
 class PipelinedModel:
@@ -351,8 +353,8 @@ class PipelinedModel:
         assert call.state is not None
         program = self.programs.program(call.staged, needed, call.loss_values, run, number)
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
-        with self._surroundings(call, announcement):
-            self.session.execute(self, run, program, inputs, call.state)
+        with self._surroundings(call, announcement, program) as on_stage_done:
+            self.session.execute(self, run, program, replace(inputs, on_stage_done=on_stage_done), call.state)
         self._keep(call)
         is_right = True
         if run in (Run.PLANNED, Run.BACKWARD):
@@ -364,17 +366,16 @@ class PipelinedModel:
         self._end(call, announcement, is_right)
 
     @contextmanager
-    def _surroundings(self, call: Call, announcement: Announcement) -> Iterator[None]:
+    def _surroundings(self, call: Call, announcement: Announcement, program: RankProgram) -> Iterator[_OnStageDone]:
         """Around a schedule: where gradients go, and the buffers that it is to find."""
         with ExitStack() as stack:
+            on_stage_done: _OnStageDone = None
             if announcement.run in (Run.PLANNED, Run.BACKWARD):
-                # Another rank may have read a value, and a loss been guessed, when this rank's script is in `backward`.
-                may_be_wrong = announcement.on_trial or announcement.guess is not None
-                request = announcement.request
-                stack.enter_context(self.gradients.collecting(call, self.session, request, may_be_wrong=may_be_wrong))
+                collecting = self.gradients.collecting(call, self.session, announcement, program)
+                on_stage_done = stack.enter_context(collecting)
             if announcement.run in (Run.PLANNED, Run.FORWARD):
                 stack.enter_context(as_the_first_time(call, self.placement.placed_buffers))
-            yield
+            yield on_stage_done
 
     def _end(self, call: Call, announcement: Announcement, is_right: bool) -> None:
         call.has_run = True
