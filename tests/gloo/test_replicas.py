@@ -155,7 +155,7 @@ def plain(tmp_path_factory):
 def test_pipelines_train_as_plain_processes_do(plain, tmp_path, pipeline_size, num_processes):
     env = {"PFEIFE_PIPELINE_SIZE": str(pipeline_size), "PFEIFE_NUM_MICROBATCHES": "1"}
     if pipeline_size > 1:
-        env |= {"PFEIFE_SCHEDULE": "looped", "PFEIFE_NUM_LOOPS": "2"}
+        env |= {"PFEIFE_SCHEDULE": "looped", "PFEIFE_SPLIT_POINTS": "first.3,last.0,last.2"}
     facts, state = train(tmp_path / "run", num_processes, **env)
     references, reference_state = plain
     for fact in facts:
