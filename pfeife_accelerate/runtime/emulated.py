@@ -103,6 +103,11 @@ class EmulatedTransport(AbstractTransport):
         """The rank for which a blocking call waits at this moment."""
         return self._inner.waiting_for
 
+    @property
+    def needs_order(self) -> bool:
+        """Whether messages are matched by order."""
+        return self._inner.needs_order
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return; the message leaves when the link has carried those before it."""
         start_s = max(self._device.now_s(), self._free_s.get(peer, 0.0))

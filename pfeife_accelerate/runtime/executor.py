@@ -98,12 +98,23 @@ class _Run:
         self.autocast = torch.autocast(*inputs.autocast) if inputs.autocast else None
 
     def run(self) -> None:
+        ends = {} if self.inputs.on_stage_done is None else self.program.ends_of_stages
         with torch.set_grad_enabled(self.inputs.training):
-            for action in self.program.actions:
+            for position, action in enumerate(self.program.actions):
                 self.perform(action)
                 if self.recorder is not None:
                     self.recorder.ended(action)
+                if position in ends:
+                    self.tell(ends[position])
         self.let_go()
+
+    def tell(self, stages: Sequence[int]) -> None:
+        """These stages' parameters have their gradients."""
+        assert self.inputs.on_stage_done is not None
+        for stage in stages:
+            self.inputs.on_stage_done(stage)
+        if self.recorder is not None:
+            self.recorder.skip()
 
     def perform(self, action: Action) -> None:
         if action.kind.is_compute:

@@ -86,6 +86,11 @@ class HostTransport(AbstractTransport):
         """The rank for which a blocking call waits at this moment."""
         return self._waiting_for
 
+    @property
+    def needs_order(self) -> bool:
+        """No: messages are matched by tag."""
+        return False
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Copy the tensor to where the peer will take it, and return."""
         if self._abort_reason is not None:
@@ -216,6 +221,11 @@ class RoutedTransport(AbstractTransport):
         """The rank for which a blocking call waits at this moment."""
         on_host = self._host.waiting_for
         return self._others.waiting_for if on_host is None else on_host
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether one of them matches messages by order."""
+        return self._host.needs_order or self._others.needs_order
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return."""

@@ -94,6 +94,11 @@ class LocalTransport(AbstractTransport):
         """The rank for which a blocking call waits at this moment."""
         return self._waiting_for
 
+    @property
+    def needs_order(self) -> bool:
+        """Whether it behaves as if tags did not tell messages apart."""
+        return self._exchange.check_pair_order
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return."""
         assert 0 <= peer < self._num_ranks, f"no rank {peer}"

@@ -52,6 +52,10 @@ class Recorder:
             self._sends.append((action, begin, self._latest))
         transport.begin_action()
 
+    def skip(self) -> None:
+        """The executor has done something that is no action."""
+        self._latest = self._moments.now()
+
     def record(self, rank: int, clock: ClockFit) -> RankRecord:
         """The step's notes, once it is over."""
         read = self._moments.read_ns
@@ -107,6 +111,10 @@ class _RecordingTransport(AbstractTransport):
     @property
     def waiting_for(self) -> int | None:
         return self._inner.waiting_for
+
+    @property
+    def needs_order(self) -> bool:
+        return self._inner.needs_order
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         self.has_sent = True

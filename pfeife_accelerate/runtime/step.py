@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,21 @@ class RankProgram:
         """The stage after which the loss is computed: the last."""
         return len(self.stage_ranks) - 1
 
+    @cached_property
+    def ends_of_stages(self) -> Mapping[int, tuple[int, ...]]:
+        """The stages that have run their last backward, by the position in the list after which to say so.
+
+        That is when the gradients they pass on have been given to the transport.
+        """
+        last = {a.stage: position for position, a in enumerate(self.actions) if a.kind.is_backward}
+        ends: dict[int, tuple[int, ...]] = {}
+        for stage, position in last.items():
+            end = position
+            while end + 1 < len(self.actions) and not self.actions[end + 1].kind.is_compute:
+                end += 1
+            ends[end] = (*ends.get(end, ()), stage)
+        return ends
+
 
 class LossStage(Protocol):
     """Computes the loss of a micro-batch from the pipeline's values, on the rank of the last stage."""
@@ -69,7 +85,8 @@ class MicrobatchInputs:
 class StepInputs:
     """The data of one step. `keep` are values to hold on to, whole, for the script to read.
 
-    `seed` is the call's, from which those of its micro-batches and random operations are derived.
+    `seed` is the call's, from which those of its micro-batches and random operations are derived. `on_stage_done` is
+    told each stage whose parameters get no more gradients in this step.
     """
 
     microbatches: Sequence[MicrobatchInputs]
@@ -80,6 +97,7 @@ class StepInputs:
     loss: LossStage | None = None
     keep: Callable[[str], bool] = lambda _name: False
     gradients: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    on_stage_done: Callable[[int], None] | None = None
 
 
 class StepState:

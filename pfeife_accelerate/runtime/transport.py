@@ -46,6 +46,11 @@ class AbstractTransport(ABC):
     def waiting_for(self) -> int | None:
         """The rank for which a blocking call waits at this moment; to be read from another thread."""
 
+    @property
+    @abstractmethod
+    def needs_order(self) -> bool:
+        """Whether both sides must send and post receives in equal order: tags do not tell messages apart."""
+
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return. The tensor is kept alive until sent; it must not be changed before `flush`."""
@@ -92,6 +97,11 @@ class DistributedTransport(AbstractTransport):
     def is_tagged(self) -> bool:
         """Whether messages are matched by tag, through the host's memory (gloo), and not by order."""
         return self._tagged
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether messages are matched by order."""
+        return not self._tagged
 
     @property
     def rank(self) -> int:

@@ -64,5 +64,5 @@ class Cuts:
         self._placed.add(id(call.graph))
         model = self._model
         if model.placement.add(stages_of_states(call.graph, cuts), model.elsewhere.give_up):
-            model.gradients.note_placement()
+            model.gradients.replicas.note_placement()
             model.session.optimizers.forget_elsewhere()

@@ -22,6 +22,7 @@ from pfeife_accelerate.session.programs import Run
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
+    from pfeife_accelerate.session.model import PipelinedModel
 
 
 def backward(session: Session, loss: DeferredTensor, gradient: torch.Tensor | None, retain_graph: bool) -> None:
@@ -58,6 +59,7 @@ class _Descent:
         for call in self.calls:
             self.requests[call] = call.ask(retain=retain_graph)
             self.conductor.open_calls.asked(call)
+        self._expect_means()
         wrong = self._drop_wrong_guesses() if self.conductor.leads else []
         if self.conductor.leads:
             self._lead()
@@ -71,11 +73,21 @@ class _Descent:
         if len(self.direct) == 1 and self.gradient is None:
             self.direct[0].resolver.foresight.learn(self.expression, was_wrong=bool(wrong))
         for model in {id(call.resolver): call.resolver for call in self.calls}.values():
-            if model.synchronises and self.session.synchronises():
-                model.gradients.synchronise(self.session)
+            if self._synchronises(model):
+                model.gradients.replicas.finish(self.session)
             model.own_gradients.note_backward(self.conductor.last_number)
             model.elsewhere.note_backward()
         self.session.tick()  # what others ask for from here on waits for it
+
+    def _expect_means(self) -> None:
+        """Means over pipelines may start during the schedule if nothing else adds to the gradients."""
+        call = self.calls[0]
+        is_all = len(self.calls) == 1 and not call.links and self.outside.is_empty
+        if is_all and self.session.mesh.num_pipelines > 1 and self._synchronises(call.resolver):
+            call.resolver.gradients.replicas.expect(call, self.requests[call])
+
+    def _synchronises(self, model: PipelinedModel) -> bool:
+        return model.synchronises and self.session.synchronises()
 
     def _follow(self) -> None:
         for call in self.calls:

@@ -7,7 +7,7 @@ Reads top to bottom like a step: `__call__` captures and returns deferred output
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from pfeife_accelerate.runtime.microbatch import divide
 from pfeife_accelerate.runtime.process_memory import give_back_freed
 from pfeife_accelerate.runtime.step import StepState
 from pfeife_accelerate.session import caveats
-from pfeife_accelerate.session.buffers import as_the_first_time
 from pfeife_accelerate.session.call import Call, Progress, lonely_training_call
 from pfeife_accelerate.session.conductor import Announcement
 from pfeife_accelerate.session.cuts import Cuts
@@ -49,6 +48,7 @@ from pfeife_accelerate.session.profiling import profile_and_leave
 from pfeife_accelerate.session.programs import ProgramCache, Run
 from pfeife_accelerate.session.randomness import return_seed, take_seed
 from pfeife_accelerate.session.step_data import output_gradients, step_inputs
+from pfeife_accelerate.session.surroundings import surroundings
 from pfeife_accelerate.session.trial import affordable
 from pfeife_accelerate.session.unpipelined import CaptureGate
 
@@ -353,8 +353,8 @@ class PipelinedModel:
         assert call.state is not None
         program = self.programs.program(call.staged, needed, call.loss_values, run, number)
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
-        with self._surroundings(call, announcement):
-            self.session.execute(self, run, program, inputs, call.state)
+        with surroundings(self, call, announcement, program) as on_stage_done:
+            self.session.execute(self, run, program, replace(inputs, on_stage_done=on_stage_done), call.state)
         self._keep(call, call.state.kept)
         is_right = True
         if run in (Run.PLANNED, Run.BACKWARD):
@@ -364,19 +364,6 @@ class PipelinedModel:
         if run is Run.EVALUATE:
             share_values(self.session, call, announcement.wanted)
         self._end(call, announcement, is_right)
-
-    @contextmanager
-    def _surroundings(self, call: Call, announcement: Announcement) -> Iterator[None]:
-        """Around a schedule: where gradients go, and the buffers that it is to find."""
-        with ExitStack() as stack:
-            if announcement.run in (Run.PLANNED, Run.BACKWARD):
-                # Another rank may have read a value, and a loss been guessed, when this rank's script is in `backward`.
-                may_be_wrong = announcement.on_trial or announcement.guess is not None
-                request = announcement.request
-                stack.enter_context(self.gradients.collecting(call, self.session, request, may_be_wrong=may_be_wrong))
-            if announcement.run in (Run.PLANNED, Run.FORWARD):
-                stack.enter_context(as_the_first_time(call, self.placement.placed_buffers))
-            yield
 
     def _end(self, call: Call, announcement: Announcement, is_right: bool) -> None:
         call.has_run = True

@@ -30,6 +30,11 @@ class OutsideTensors:
         self._expression = expression
         self._trainable = [c for c in expression.constants if c.requires_grad]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not self._trainable
+
     @cached_property
     def _stand_ins(self) -> dict[int, torch.Tensor]:
         return {id(c): c.detach().requires_grad_() for c in self._trainable}

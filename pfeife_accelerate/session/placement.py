@@ -15,7 +15,6 @@ from torch import nn
 from pfeife_accelerate.runtime.transport import AbstractTransport
 
 _TIE_TAG = 1 << 26
-_PRESENCE_TAG = _TIE_TAG + (1 << 25)
 
 
 class Placement:
@@ -86,62 +85,18 @@ class Placement:
             owner, *others = self.ranks_of[name]
             if self.rank == owner:
                 for other in others:
-                    transport.send(parameter.detach(), other, _TIE_TAG + _tag(self.parameters, name))
+                    transport.send(parameter.detach(), other, _TIE_TAG + self.tie_tag(name))
             else:
                 receive = transport.post_receive(
                     tuple(parameter.shape),
                     parameter.dtype,
                     parameter.device,
                     owner,
-                    _TIE_TAG + _tag(self.parameters, name),
+                    _TIE_TAG + self.tie_tag(name),
                 )
                 parameter.copy_(receive.wait())
         transport.flush()
 
-    def sum_shared(
-        self, transport: AbstractTransport, gradients: Mapping[str, torch.Tensor | None]
-    ) -> dict[str, torch.Tensor | None]:
-        """Sums over the holding ranks of the gradients of tied parameters; the same bits on every holder.
-
-        Frozen parameters are left out. A parameter that no holder has a gradient for keeps none.
-        """
-        names = sorted(name for name, parameter in self.shared.items() if parameter.requires_grad)
-        for name in names:
-            owner = self.ranks_of[name][0]
-            if self.rank != owner:
-                self._send(transport, name, gradients.get(name), owner)
-        summed = {name: self._sum_one(transport, name, gradients.get(name)) for name in names}
-        transport.flush()
-        return summed
-
-    def _sum_one(self, transport: AbstractTransport, name: str, own: torch.Tensor | None) -> torch.Tensor | None:
-        owner, *others = self.ranks_of[name]
-        if self.rank != owner:
-            return self._receive(transport, name, owner)
-        total = None if own is None else own.clone()
-        for other in others:
-            gradient = self._receive(transport, name, other)
-            if gradient is not None:
-                total = gradient if total is None else total.add_(gradient)
-        for other in others:
-            self._send(transport, name, total, other)
-        return total
-
-    def _send(self, transport: AbstractTransport, name: str, gradient: torch.Tensor | None, peer: int) -> None:
-        parameter, tag = self.shared[name], _tag(self.parameters, name)
-        is_there = torch.tensor([gradient is not None], dtype=torch.uint8, device=parameter.device)
-        transport.send(is_there, peer, _PRESENCE_TAG + tag)
-        if gradient is not None:
-            transport.send(gradient, peer, _TIE_TAG + tag)
-
-    def _receive(self, transport: AbstractTransport, name: str, peer: int) -> torch.Tensor | None:
-        parameter, tag = self.shared[name], _tag(self.parameters, name)
-        is_there = transport.post_receive((1,), torch.uint8, parameter.device, peer, _PRESENCE_TAG + tag)
-        if not bool(is_there.wait()):
-            return None
-        shape = tuple(parameter.shape)
-        return transport.post_receive(shape, parameter.dtype, parameter.device, peer, _TIE_TAG + tag).wait()
-
-
-def _tag(parameters: Mapping[str, torch.Tensor], name: str) -> int:
-    return list(parameters).index(name)
+    def tie_tag(self, name: str) -> int:
+        """What messages about a parameter are marked with, less than 2**24."""
+        return list(self.parameters).index(name)

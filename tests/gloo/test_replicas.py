@@ -21,6 +21,36 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 folder, world_rank = sys.argv[1], int(os.environ["RANK"])
+events = []  # backwards of stages, and the starts of sums over pipelines
+
+def note_events():
+    import torch.distributed as dist
+    from pfeife_accelerate.runtime.executor import Executor
+    all_reduce, run = dist.all_reduce, Executor.run
+
+    def noted_reduce(tensor, *args, async_op=False, **kwargs):
+        if async_op:
+            events.append("mean")
+        return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+
+    def noted_run(self, program, inputs, state, recorder=None):
+        backwards = [a for a in program.actions if a.kind.is_backward]
+        perform = torch.autograd.backward
+
+        def noted_backward(*args, **kwargs):
+            perform(*args, **kwargs)
+            events.append(str(backwards.pop(0)))
+
+        torch.autograd.backward = noted_backward
+        try:
+            run(self, program, inputs, state, recorder)
+        finally:
+            torch.autograd.backward = perform
+
+    dist.all_reduce, Executor.run = noted_reduce, noted_run
+
+if "PFEIFE_NUM_MICROBATCHES" in os.environ:
+    note_events()
 
 class Net(nn.Module):
     def __init__(self):
@@ -43,7 +73,7 @@ class Samples(torch.utils.data.Dataset):
 accelerator = Accelerator(gradient_accumulation_steps=2)
 facts = dict(
     world_rank=world_rank, num_processes=accelerator.num_processes, index=accelerator.process_index,
-    is_main=accelerator.is_main_process, steps=[], gradients=[], rates=[],
+    is_main=accelerator.is_main_process, steps=[], gradients=[], rates=[], events=[],
 )
 torch.manual_seed(0 if world_rank == 0 else 100 + world_rank)
 model = Net()
@@ -63,7 +93,12 @@ for epoch in range(3):
     for x, y, number in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x), y)
+            is_read = epoch == 2
+            if is_read and world_rank == 0:
+                loss.item()  # the schedule has run before the backward, in one of the pipelines
+            events.clear()
             accelerator.backward(loss)
+            facts["events"].append([accelerator.sync_gradients, is_read, list(events)])
             norm = None
             if accelerator.sync_gradients:
                 facts["gradients"].append(gradients())
@@ -119,9 +154,13 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(("pipeline_size", "num_processes"), [(2, 4), (1, 2)])
 def test_pipelines_train_as_plain_processes_do(plain, tmp_path, pipeline_size, num_processes):
     env = {"PFEIFE_PIPELINE_SIZE": str(pipeline_size), "PFEIFE_NUM_MICROBATCHES": "1"}
+    if pipeline_size > 1:
+        env |= {"PFEIFE_SCHEDULE": "looped", "PFEIFE_SPLIT_POINTS": "first.3,last.0,last.2"}
     facts, state = train(tmp_path / "run", num_processes, **env)
     references, reference_state = plain
     for fact in facts:
+        if pipeline_size > 1:
+            assert_means_start_between_backwards(fact)
         assert fact["num_processes"] == 2
         assert fact["index"] == fact["world_rank"] // pipeline_size
         assert fact["is_main"] == (fact["world_rank"] == 0)
@@ -154,3 +193,16 @@ def assert_gradients(found, wanted):
     largest = max(wanted.values())
     for name, norm in found.items():
         assert norm == pytest.approx(wanted[name], rel=1e-4, abs=1e-5 * largest), name
+
+
+def assert_means_start_between_backwards(fact):
+    rank = fact["world_rank"] % 2
+    for synchronises, is_read, events in fact["events"]:
+        backwards = [f"{rank + 2}B0", f"{rank}B0"]
+        if is_read and fact["index"] == 0:  # rank 0 has run it before; rank 1 may have
+            assert events.count("mean") == (2 if synchronises else 0)
+            assert rank == 1 or set(events) <= {"mean"}
+        elif synchronises:
+            assert events == [backwards[0], "mean", backwards[1], "mean"]
+        else:
+            assert events == backwards

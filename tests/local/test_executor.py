@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -202,9 +203,25 @@ def _check_cut(
         cache.program(one, (name,), (name,), Run.PLANNED, num_microbatches)
         for cache, one in zip(caches, staged, strict=True)
     ]
-    inputs = _inputs(call, staged[0], dict(model.named_parameters()), num_microbatches, SquareLoss(name))
-    states = _run_threads(programs, inputs)
+    parameters = dict(model.named_parameters())
+    inputs = _inputs(call, staged[0], parameters, num_microbatches, SquareLoss(name))
+    read_by = {
+        number: [i.name for i in stage.inputs if i.kind is InputKind.STATE]
+        for program in programs
+        for number, stage in program.stages.items()
+    }
+    when_done: dict[int, dict[str, torch.Tensor]] = {}
 
+    def note(stage: int) -> None:
+        assert stage not in when_done
+        when_done[stage] = {n: parameters[n].grad.clone() for n in read_by[stage]}
+
+    states = _run_threads(programs, replace(inputs, on_stage_done=note))
+
+    assert sorted(when_done) == sorted(read_by)
+    for found in when_done.values():
+        for parameter_name, gradient in found.items():
+            assert torch.equal(gradient, parameters[parameter_name].grad), "it is whole when the stage is done"
     for parameter_name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[parameter_name], rtol=1e-12, atol=1e-14)
     for state in states:
@@ -213,6 +230,19 @@ def _check_cut(
         assert not state._weight_gradients, "what weight gradients need is freed when they have been computed"
         assert not any(state.values), "values of other stages are freed when no action reads them any more"
     return programs
+
+
+def test_a_stage_is_done_when_what_it_passes_on_has_left_and_before_the_next_computation(captured: Any):
+    spec = ScheduleSpec(family=ScheduleFamily.LOOPED, num_ranks=2, num_loops=2, num_microbatches=2)
+    for program in _check_gradients(captured, build(spec), 2):
+        kinds = [str(action) for action in program.actions]
+        for end, (stage,) in program.ends_of_stages.items():
+            assert f"{stage}B1" in kinds[: end + 1]
+            assert not any(a.kind.is_backward and a.stage == stage for a in program.actions[end + 1 :])
+            if stage > 0:
+                assert any(kind.startswith(f"{stage - 1}SEND_B1>{stage}@") for kind in kinds[: end + 1])
+            assert all(action.kind.is_compute for action in program.actions[end + 1 : end + 2])
+        assert len(program.ends_of_stages) == 2
 
 
 @pytest.fixture(scope="module")

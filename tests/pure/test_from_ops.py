@@ -49,7 +49,7 @@ def made(state=None):
 def test_costs_and_legal_cuts_are_taken_over():
     graph = made()
     assert [(n.forward_s, n.backward_input_s, n.backward_weight_s, n.saved_bytes, n.workspace_bytes) for n in
-            graph.nodes] == [(i + 1.0, 0.5, 0.25, i + (KEPT_BY_LOSS if i == 3 else 0), 9) for i in range(4)]  # fmt: skip
+            graph.nodes] == [(i + 1.0, 0.5, 0.25, i + (i == 3) * KEPT_BY_LOSS, 9) for i in range(4)]  # fmt: skip
     assert graph.legal_cuts == (1, 3)
     assert graph.fingerprint == tied_graph().fingerprint
 
