@@ -113,7 +113,7 @@ class EventGraph:
             (source * len(self.order.jobs) + target, (target * len(self.order.jobs) + source)[has_grad])
         )
         place = np.concatenate((self._position[each(producer * number)], last[has_grad]))
-        tie = np.concatenate((index, -index[has_grad]))
+        tie = np.concatenate((index, index[has_grad]))
         node = np.concatenate((each(sent), each(back[has_grad])))
         links, ties = np.broadcast_to(link[:, None], node.shape), np.broadcast_to(tie[:, None], node.shape)
         line = np.lexsort((ties.ravel(), place.ravel(), links.ravel()))

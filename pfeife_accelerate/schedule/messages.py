@@ -128,7 +128,7 @@ class Routes:
         return self.stage_ranks[message.producer_stage] == message.consumer_rank
 
     def gradients_from(self, stage: int) -> Iterator[Message]:
-        """Remote messages whose gradient `stage` contributes to, the one needed first in front."""
-        for message in reversed(self.into_stage[stage]):
+        """Remote messages whose gradient `stage` contributes to, in the order of their producers."""
+        for message in self.into_stage[stage]:
             if message.has_grad and not self.is_local(message):
                 yield message
