@@ -1,8 +1,8 @@
 """An event-driven simulator of one training step, to judge plans with. It shares no code with the planner's own.
 
 Models: a rank runs its list of actions strictly in order, one at a time, each as soon as what it needs is there. A
-directed link between two ranks carries one message at a time, first come first served (of those that leave together the
-one made first, then the one read first, is in front), for latency + bytes / bandwidth; messages overlap with computing and with those on other links. A stage that reads on the rank that made a tensor, or
+directed link between two ranks carries one message at a time, first come first served, for latency + bytes / bandwidth;
+messages overlap with computing and with those on other links. A stage that reads on the rank that made a tensor, or
 where it was sent for an earlier stage, finds it there. The gradients of a message go back as one message after the last
 backward on that rank that adds to them. Backwards are whole (B) or halves (I, then W): gradients leave after I, what
 was saved is freed after W. Every rank ends with its part of the optimizer step. Memory: parameters with gradients and

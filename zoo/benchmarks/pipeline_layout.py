@@ -116,8 +116,8 @@ class Layout:
                 joined[producer, rank, min(stages)].append(
                     _Part(value.num_bytes, value.gradient_bytes, frozenset(stages))
                 )
-        for producer, rank, first in sorted(joined):  # as executors send: what is read first leaves first
-            self._send(producer, rank, first, joined[producer, rank, first])
+        for (producer, rank, first), parts in joined.items():
+            self._send(producer, rank, first, parts)
         for stage in range(self.num_stages):
             self._before[self.done(BACKWARD, stage)].add(self.done(FORWARD, stage))
             self._before[self.done(WEIGHT, stage)].add(self.done(BACKWARD, stage))
