@@ -160,12 +160,13 @@ def _includes(known: Messages, messages: Messages) -> bool:
 
 
 def _union(known: Messages, messages: Messages) -> Messages:
-    found = {message.route: message for message in known}
-    for message in messages:
+    """Those of a stage in the order that the second ones have."""
+    found = {message.route: message for message in messages}
+    for message in known:
         key = message.route
         other = found.get(key)
         if other is not None:
             stages = tuple(sorted({*other.consumer_stages, *message.consumer_stages}))
             message = replace(message, consumer_stages=stages, has_grad=message.has_grad or other.has_grad)
         found[key] = message
-    return tuple(found[key] for key in sorted(found))
+    return tuple(sorted(found.values(), key=lambda message: message.producer_stage))
