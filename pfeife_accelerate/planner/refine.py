@@ -97,7 +97,7 @@ def _path_weights(valuation: Valuation, index: Ints) -> tuple[Floats, Floats, Fl
     """How often each stage's forward, input and weight gradient are on the longest path."""
     slices = valuation.slices(valuation.problem.positions[index][None])
     graph = valuation.graph(slices.messages)
-    valuation.effort.spend(1e-3 + 8e-6 * graph.num_levels)
+    valuation.effort.spend(1e-3 + 4e-6 * graph.num_levels)
     rows = graph.critical_rows(slices.durations_for(graph.messages), slices.optimizer_s)
     stages = valuation.order.num_stages
     # Micro-batches that are left out pass through the busiest rank.

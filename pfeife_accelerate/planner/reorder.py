@@ -15,7 +15,7 @@ from pfeife_accelerate.schedule.order import Order
 
 __all__ = ["reorder"]
 
-_NODE_S = 4e-6  # what one node costs a pass
+_NODE_S = 2.8e-6  # what one node costs a pass
 
 
 def reorder(valuation: Valuation, cuts: Ints, *, passes: int = 3) -> tuple[Order, float]:

@@ -83,7 +83,7 @@ class Valuation:
             before = _event_graph.cache_info().misses
             self._graph = _event_graph(self.order, wanted)
             if _event_graph.cache_info().misses > before:
-                self.effort.spend(1.5e-6 * self._graph.num_nodes)
+                self.effort.spend(1.0e-6 * self._graph.num_nodes)
         return self._graph
 
     def slices(self, cuts: Ints) -> Slices:
@@ -121,8 +121,8 @@ class Valuation:
             return np.full(len(slices), np.inf)
         self.effort.spend(
             1e-3
-            + 5e-6 * graph.num_levels
-            + len(slices) * (8e-9 * graph.num_nodes + 3e-8 * len(self.problem.block_starts))
+            + 2.5e-6 * graph.num_levels
+            + len(slices) * (7e-9 * graph.num_nodes + 3e-8 * len(self.problem.block_starts))
         )
         holds = slices.holds(graph.messages, graph.conditions) if self.is_thorough else None
         durations = slices.durations_for(graph.messages)
