@@ -15,9 +15,8 @@ from math import comb
 import numpy as np
 
 from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
-from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.problem import Problem
-from pfeife_accelerate.planner.refine import Refined, refine, shake
+from pfeife_accelerate.planner.refine import Refined, kicked, refine, shake
 from pfeife_accelerate.planner.reorder import reorder
 from pfeife_accelerate.planner.starts import Start, all_orders, as_wanted, by_value, listed, order_for, starting_cuts
 from pfeife_accelerate.planner.valuation import Effort, Valuation
@@ -29,10 +28,13 @@ __all__ = ["improved", "is_small", "lifted", "reordered", "selected", "shaken", 
 _BEAM = 5  # starts that are improved where the cuts are given
 _FINE = 10  # starts that see all profiles, and are improved
 _FIRST_ROUNDS = 12
+_SELECTING = 0.5  # of the effort, to find what is worth shaking
 _SHARE = 0.4  # of what is left, that one such selection may take
 _TURNS = 4
 _SHAKES = 400
-_REORDER_EVERY = 8
+_VAIN_S = 1e-4
+_HOPEFUL, _PROMISING = 1.02, 1.004  # of the best value: how bad a kicked slicing may be before it is refined, and after
+_KICK_ROUNDS = 6
 _FINALISTS = 2
 _TURNS_OF_ALL = 2
 _EXHAUSTIVE = 80_000  # slicings times orders that are tried out rather than searched
@@ -45,7 +47,10 @@ def improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     if problem.options.cuts is not None:
         finished = [reordered(problem, start, effort) for start in begun[:_BEAM]]
         return min(finished, key=by_value)
-    return shaken(problem, selected(problem, begun, effort), effort)
+    first = effort.part(_SELECTING)
+    finalists = selected(problem, begun, first)
+    effort.spend(-first.left_s)
+    return shaken(problem, finalists, effort)
 
 
 def tried_out(problem: Problem, begun: list[Start], effort: Effort) -> Start:
@@ -137,7 +142,7 @@ def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> St
 
 def reordered(problem: Problem, start: Start, effort: Effort) -> Start:
     """The start with a better order, where the user leaves the order to us."""
-    if problem.options.family not in (None, ScheduleFamily.LIST) or _fixes_order(problem.options):
+    if _keeps_order(problem):
         return start
     order, value = reorder(Valuation(problem, start.order, effort), start.cuts)
     if value >= start.value * (1 - 1e-9):
@@ -145,8 +150,11 @@ def reordered(problem: Problem, start: Start, effort: Effort) -> Start:
     return replace(start, spec=listed(problem, start.spec.num_loops), order=order, value=value)
 
 
-def _fixes_order(options: SearchOptions) -> bool:
-    return options.microbatches_per_loop is not None or options.prefetch_forwards is not None
+def _keeps_order(problem: Problem) -> bool:
+    """Whether the user has chosen the order."""
+    options = problem.options
+    is_chosen = options.family not in (None, ScheduleFamily.LIST)
+    return is_chosen or options.microbatches_per_loop is not None or options.prefetch_forwards is not None
 
 
 def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
@@ -159,17 +167,36 @@ def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
         if turn == _TURNS_OF_ALL * len(finalists):
             current = [min(current, key=by_value)]
         which = turn % len(current)
-        start = current[which]
-        valuation = Valuation(problem, start.order, effort)
-        best = Refined(cuts=start.cuts, value=start.value)
-        valuation.values(best.cuts[None])
-        for _ in range(_REORDER_EVERY):
-            if effort.is_spent:
-                break
-            best = shake(valuation, best, generator)
-        shaken = replace(start, cuts=best.cuts, value=best.value)
-        current[which] = reordered(problem, shaken, effort)
+        moved = _shaken if _keeps_order(problem) else _kicked
+        current[which] = moved(problem, current[which], generator, effort)
     return min(current, key=by_value)
+
+
+def _shaken(problem: Problem, start: Start, generator: np.random.Generator, effort: Effort) -> Start:
+    """Other cuts for the same order."""
+    valuation = Valuation(problem, start.order, effort)
+    best = Refined(cuts=start.cuts, value=start.value)
+    valuation.values(best.cuts[None])
+    best = shake(valuation, best, generator)
+    return replace(start, cuts=best.cuts, value=best.value)
+
+
+def _kicked(problem: Problem, start: Start, generator: np.random.Generator, effort: Effort) -> Start:
+    """Cuts that an order was made for are the best for it: others get an order of their own before they are judged."""
+    cuts = kicked(problem, start.cuts, generator)
+    if cuts is None:
+        effort.spend(_VAIN_S)
+        return start
+    order, value = reorder(Valuation(problem, start.order, effort), cuts, passes=2)
+    if value > start.value * _HOPEFUL:
+        return start
+    found = refine(Valuation(problem, order, effort), cuts, rounds=_KICK_ROUNDS)
+    if found.value > start.value * _PROMISING:
+        return start
+    order, value = reorder(Valuation(problem, order, effort), found.cuts)
+    if value >= start.value * (1 - 1e-7):
+        return start
+    return replace(start, spec=listed(problem, start.spec.num_loops), order=order, cuts=found.cuts, value=value)
 
 
 def is_small(problem: Problem, begun: list[Start]) -> bool:

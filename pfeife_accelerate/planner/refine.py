@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pfeife_accelerate.planner.problem import Floats, Ints
+from pfeife_accelerate.planner.problem import Floats, Ints, Problem
 from pfeife_accelerate.planner.valuation import MISFIT_S, Valuation
 
-__all__ = ["Refined", "refine", "shake"]
+__all__ = ["Refined", "kicked", "refine", "shake"]
 
 _STEPS = (1, 2, 3, 5, 8, 13, 21, 34)
 _SHARES = (0.03, 0.1, 0.2, 0.4, 0.8)  # of a mean stage's time, moved from one stage to another
@@ -26,6 +26,7 @@ _MERGED = 40
 _GROUP = 64
 _MOST_MOVES = 160
 _SHORT = 2
+_MOST_KICKED = 0.4  # of a mean stage's time
 _LEAST_GAIN = 1e-7
 
 
@@ -66,6 +67,23 @@ def shake(valuation: Valuation, best: Refined, generator: np.random.Generator, *
         return best
     found = refine(valuation, positions[moved], rounds=rounds)
     return found if found.value < best.value * (1 - _LEAST_GAIN) else best
+
+
+def kicked(problem: Problem, cuts: Ints, generator: np.random.Generator) -> Ints | None:
+    """The cuts after a random part of a stage's time went from one stage to another; None where that is not possible.
+
+    All cuts between the two shift: the order no longer suits them, so it is to be made anew before they are judged.
+    """
+    positions = problem.positions
+    here = problem.work_s[positions]
+    moved = np.searchsorted(positions, cuts)
+    if not len(moved):
+        return None
+    first, last = sorted(generator.choice(len(moved) + 1, size=2, replace=False).tolist())
+    shift = problem.work_s[-1] / (len(moved) + 1) * generator.uniform(-_MOST_KICKED, _MOST_KICKED)
+    moved[first:last] = np.searchsorted(here, here[moved[first:last]] + shift)
+    moved = np.sort(moved.clip(0, len(positions) - 1))
+    return positions[moved] if (np.diff(moved) > 0).all() else None
 
 
 def _round(valuation: Valuation, index: Ints, value: float) -> tuple[Ints, float] | None:

@@ -40,6 +40,12 @@ class Effort:
         """Note that work was done."""
         self.left_s -= seconds
 
+    def part(self, share: float) -> Effort:
+        """A share of what is left, set apart; what is left of it can be given back by `spend`."""
+        part = Effort(left_s=self.left_s * share)
+        self.left_s -= part.left_s
+        return part
+
     @property
     def is_spent(self) -> bool:
         """Whether nothing is left."""
