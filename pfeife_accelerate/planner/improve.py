@@ -27,6 +27,7 @@ __all__ = ["improved", "is_small", "lifted", "reordered", "selected", "shaken", 
 
 _BEAM = 5  # starts that are improved where the cuts are given
 _FINE = 10  # starts that see all profiles, and are improved
+_SEEN_AGAIN = 8  # of all profiles, after a first look
 _FIRST_ROUNDS = 12
 _SELECTING = 0.5  # of the effort, to find what is worth shaking
 _SHARE = 0.4  # of what is left, that one such selection may take
@@ -121,9 +122,11 @@ def _on_all_profiles(problem: Problem, start: Start, effort: Effort) -> Start:
     if effort.is_spent:
         return start
     cuts = starting_cuts(problem, start.order.num_stages, fine=True)
-    values = Valuation(problem, start.order, effort).values(cuts)
-    best = int(values.argmin())
-    return replace(start, cuts=cuts[best], value=float(values[best])) if values[best] < start.value else start
+    valuation = Valuation(problem, start.order, effort)
+    best = cuts[np.argsort(valuation.first_look(cuts), kind="stable")[:_SEEN_AGAIN]]
+    values = valuation.values(best)
+    chosen = int(values.argmin())
+    return replace(start, cuts=best[chosen], value=float(values[chosen])) if values[chosen] < start.value else start
 
 
 def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> Start:

@@ -26,6 +26,7 @@ __all__ = ["MISFIT_S", "Effort", "Valuation"]
 #: twice, so that of two slicings that lack as much the more even one is nearer.
 MISFIT_S = 1e15
 _MOST_SPARE = 2.0  # messages of an event graph for each that a slicing has; beyond it is made anew
+_LOOK = 64  # slicings in one pass
 _ROOMY = 0.8  # of what a rank may use
 _BATCH_CELLS = 4_000_000  # nodes times slicings in one pass: more would leave the caches without being faster
 
@@ -98,9 +99,19 @@ class Valuation:
 
     def values(self, cuts: Ints) -> Floats:
         """The value of each row of cuts, seconds where it fits."""
-        step = max(8, min(256, _BATCH_CELLS // max(self.order.num_jobs, len(self.problem.graph.nodes))))
+        step = max(8, min(64, _BATCH_CELLS // max(self.order.num_jobs, len(self.problem.graph.nodes))))
         found = [self.value(self.slices(cuts[first : first + step])) for first in range(0, len(cuts), step)]
         return np.concatenate(found) if found else np.empty(0)
+
+    def first_look(self, cuts: Ints) -> Floats:
+        """Values of rows of cuts that have little in common, without what they send past a stage."""
+        plain = Valuation(self.problem, self.order, self.effort, self.recompute)
+        return np.concatenate(
+            [
+                plain.value(Slices(self.problem, cuts[i : i + _LOOK], self.order.stage_ranks, nearest_only=True))
+                for i in range(0, len(cuts), _LOOK)
+            ]
+        )
 
     def exact(self, cuts: Ints) -> float:
         """The value of one slicing by its own messages alone: a stage waits for nothing that others of a batch send."""
