@@ -19,7 +19,7 @@ from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, S
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.bound import lower_bound
 from pfeife_accelerate.planner.explain import does_not_fit, nothing_runs, runners_up
-from pfeife_accelerate.planner.improve import improved, is_small, lifted, selected, tried_out
+from pfeife_accelerate.planner.improve import improved, is_small, lifted, selected, shaken, tried_out
 from pfeife_accelerate.planner.memory import MemoryProfile
 from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.planned import Planned
@@ -38,7 +38,7 @@ __all__ = ["make_plan"]
 _LOG = get_logger(__name__)
 _FEW_S, _MANY_S = 4.3, 3.8  # seconds of effort for a model of ordinary size
 _FIRST_SHARE = 0.4  # of the effort, for fewer micro-batches
-_LIFTED = 4  # starts that go on with all micro-batches
+_LIFTED = 2  # starts that go on with all micro-batches
 
 
 def make_plan(
@@ -109,7 +109,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
         begun = starts(problem, effort)
         return improved(problem, begun, effort), begun
     if is_full:
-        return improved(problem, found[:_LIFTED], effort), found
+        return shaken(problem, found[:_LIFTED], effort), found
     return found[0], found
 
 
