@@ -29,7 +29,7 @@ _BEAM = 5  # starts that are improved where the cuts are given
 _FINE = 10  # starts that see all profiles, and are improved
 _SEEN_AGAIN = 8  # of all profiles, after a first look
 _FIRST_ROUNDS = 12
-_SELECTING = 0.5  # of the effort, to find what is worth shaking
+_SELECTING = 0.4  # of the effort, to find what is worth shaking
 _SHARE = 0.4  # of what is left, that one such selection may take
 _TURNS = 4
 _SHAKES = 400
@@ -190,13 +190,13 @@ def _kicked(problem: Problem, start: Start, generator: np.random.Generator, effo
     if cuts is None:
         effort.spend(_VAIN_S)
         return start
-    order, value = reorder(Valuation(problem, start.order, effort), cuts, passes=2)
+    order, value = reorder(Valuation(problem, start.order, effort), cuts, passes=2, is_near=True)
     if value > start.value * _HOPEFUL:
         return start
     found = refine(Valuation(problem, order, effort), cuts, rounds=_KICK_ROUNDS)
     if found.value > start.value * _PROMISING:
         return start
-    order, value = reorder(Valuation(problem, order, effort), found.cuts)
+    order, value = reorder(Valuation(problem, order, effort), found.cuts, is_near=True)
     if value >= start.value * (1 - 1e-7):
         return start
     return replace(start, spec=listed(problem, start.spec.num_loops), order=order, cuts=found.cuts, value=value)

@@ -38,7 +38,7 @@ __all__ = ["make_plan"]
 _LOG = get_logger(__name__)
 _FEW_S, _MANY_S = 4.3, 3.8  # seconds of effort for a model of ordinary size
 _FIRST_SHARE = 0.4  # of the effort, for fewer micro-batches
-_LIFTED = 2  # starts that go on with all micro-batches
+_LIFTED = 1  # starts that go on with all micro-batches
 
 
 def make_plan(
