@@ -19,7 +19,7 @@ from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, S
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.bound import lower_bound
 from pfeife_accelerate.planner.explain import does_not_fit, nothing_runs, runners_up
-from pfeife_accelerate.planner.improve import improved, is_small, lifted, selected, shaken, tried_out
+from pfeife_accelerate.planner.improve import improved, is_small, lifted, selected, tried_out
 from pfeife_accelerate.planner.memory import MemoryProfile
 from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.planned import Planned
@@ -36,9 +36,9 @@ from pfeife_accelerate.schedule.order import order_of, schedule_of
 __all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
-_FEW_S, _MANY_S = 4.3, 3.8  # seconds of effort for a model of ordinary size
-_FIRST_SHARE = 0.4  # of the effort, for fewer micro-batches
-_LIFTED = 1  # starts that go on with all micro-batches
+_FEW_S, _MANY_S = 4.6, 4.2  # seconds of effort for a model of ordinary size
+_FIRST_SHARE = 0.55  # of the effort, for fewer micro-batches
+_LIFTED = 3  # starts that go on with all micro-batches
 
 
 def make_plan(
@@ -109,7 +109,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
         begun = starts(problem, effort)
         return improved(problem, begun, effort), begun
     if is_full:
-        return shaken(problem, found[:_LIFTED], effort), found
+        return improved(problem, found[:_LIFTED], effort), found
     return found[0], found
 
 
