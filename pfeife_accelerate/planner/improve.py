@@ -33,9 +33,9 @@ _SELECTING = 0.75  # of the effort, to find what is worth shaking
 _SHARE = 0.4  # of what is left, that one such selection may take
 _TURNS = 4
 _SHAKES = 400
-_VAIN_S = 1e-4
 _HOPEFUL, _PROMISING = 1.02, 1.004  # of the best value: how bad a kicked slicing may be before it is refined, and after
 _KICK_ROUNDS = 6
+_KICKS, _SHAKES_OF_ONE = 4, 4  # by turns
 _FINALISTS = 2
 _TURNS_OF_ALL = 2
 _EXHAUSTIVE = 80_000  # slicings times orders that are tried out rather than searched
@@ -170,8 +170,10 @@ def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
         if turn == _TURNS_OF_ALL * len(finalists):
             current = [min(current, key=by_value)]
         which = turn % len(current)
-        moved = _shaken if _keeps_order(problem) else _kicked
-        current[which] = moved(problem, current[which], generator, effort)
+        if not _keeps_order(problem):
+            for _ in range(_KICKS):
+                current[which] = _kicked(problem, current[which], generator, effort)
+        current[which] = _shaken(problem, current[which], generator, effort)
     return min(current, key=by_value)
 
 
@@ -180,15 +182,17 @@ def _shaken(problem: Problem, start: Start, generator: np.random.Generator, effo
     valuation = Valuation(problem, start.order, effort)
     best = Refined(cuts=start.cuts, value=start.value)
     valuation.values(best.cuts[None])
-    best = shake(valuation, best, generator)
-    return replace(start, cuts=best.cuts, value=best.value)
+    for _ in range(_SHAKES_OF_ONE):
+        if effort.is_spent:
+            break
+        best = shake(valuation, best, generator)
+    return reordered(problem, replace(start, cuts=best.cuts, value=best.value), effort)
 
 
 def _kicked(problem: Problem, start: Start, generator: np.random.Generator, effort: Effort) -> Start:
     """Cuts that an order was made for are the best for it: others get an order of their own before they are judged."""
     cuts = kicked(problem, start.cuts, generator)
-    if cuts is None:
-        effort.spend(_VAIN_S)
+    if cuts is None or effort.is_spent:
         return start
     order, value = reorder(Valuation(problem, start.order, effort), cuts, passes=2, is_near=True)
     if value > start.value * _HOPEFUL:
