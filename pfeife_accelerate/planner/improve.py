@@ -161,19 +161,25 @@ def _keeps_order(problem: Problem) -> bool:
 
 
 def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
-    """Random moves and descents from the finalists by turns, with the same random numbers each time."""
+    """Random moves and descents from the finalists by turns, with the same random numbers each time.
+
+    Of the kinds of move the one goes next that has spent less since it last helped.
+    """
     generator = np.random.default_rng(0)
     current = list(finalists)
+    kinds = (_shaken,) if _keeps_order(problem) else (_kicked, _shaken)
+    spent_s = [0.0 for _ in kinds]
     for turn in range(_SHAKES):
         if effort.is_spent:
             break
         if turn == _TURNS_OF_ALL * len(finalists):
             current = [min(current, key=by_value)]
         which = turn % len(current)
-        if not _keeps_order(problem):
-            for _ in range(_KICKS):
-                current[which] = _kicked(problem, current[which], generator, effort)
-        current[which] = _shaken(problem, current[which], generator, effort)
+        kind = int(np.argmin(spent_s))
+        before_s, before = effort.left_s, current[which]
+        current[which] = kinds[kind](problem, before, generator, effort)
+        is_better = current[which].value < before.value
+        spent_s[kind] = 0.0 if is_better else spent_s[kind] + before_s - effort.left_s
     return min(current, key=by_value)
 
 
@@ -191,19 +197,24 @@ def _shaken(problem: Problem, start: Start, generator: np.random.Generator, effo
 
 def _kicked(problem: Problem, start: Start, generator: np.random.Generator, effort: Effort) -> Start:
     """Cuts that an order was made for are the best for it: others get an order of their own before they are judged."""
-    cuts = kicked(problem, start.cuts, generator)
-    if cuts is None or effort.is_spent:
-        return start
-    order, value = reorder(Valuation(problem, start.order, effort), cuts, passes=2, is_near=True)
-    if value > start.value * _HOPEFUL:
-        return start
-    found = refine(Valuation(problem, order, effort), cuts, rounds=_KICK_ROUNDS)
-    if found.value > start.value * _PROMISING:
-        return start
-    order, value = reorder(Valuation(problem, order, effort), found.cuts, is_near=True)
-    if value >= start.value * (1 - 1e-7):
-        return start
-    return replace(start, spec=listed(problem, start.spec.num_loops), order=order, cuts=found.cuts, value=value)
+    for _ in range(_KICKS):
+        if effort.is_spent:
+            break
+        valuation = Valuation(problem, start.order, effort)
+        cuts = kicked(valuation, start.cuts, generator)
+        if cuts is None:
+            continue
+        order, value = reorder(valuation, cuts, passes=2, is_near=True)
+        if value > start.value * _HOPEFUL:
+            continue
+        found = refine(Valuation(problem, order, effort), cuts, rounds=_KICK_ROUNDS)
+        if found.value > start.value * _PROMISING:
+            continue
+        order, value = reorder(Valuation(problem, order, effort), found.cuts, is_near=True)
+        if value < start.value * (1 - 1e-7):
+            spec = listed(problem, start.spec.num_loops)
+            start = replace(start, spec=spec, order=order, cuts=found.cuts, value=value)
+    return start
 
 
 def is_small(problem: Problem, begun: list[Start]) -> bool:

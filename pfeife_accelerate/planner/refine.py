@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pfeife_accelerate.planner.problem import Floats, Ints, Problem
+from pfeife_accelerate.planner.problem import Floats, Ints
 from pfeife_accelerate.planner.valuation import MISFIT_S, Valuation
 
 __all__ = ["Refined", "kicked", "refine", "shake"]
@@ -26,7 +26,7 @@ _MERGED = 40
 _GROUP = 64
 _MOST_MOVES = 160
 _SHORT = 2
-_MOST_KICKED = 0.4  # of a mean stage's time
+_MOST_KICKED = 0.3  # of a mean stage's time
 _LEAST_GAIN = 1e-7
 
 
@@ -69,18 +69,26 @@ def shake(valuation: Valuation, best: Refined, generator: np.random.Generator, *
     return found if found.value < best.value * (1 - _LEAST_GAIN) else best
 
 
-def kicked(problem: Problem, cuts: Ints, generator: np.random.Generator) -> Ints | None:
+def kicked(valuation: Valuation, cuts: Ints, generator: np.random.Generator) -> Ints | None:
     """The cuts after a random part of a stage's time went from one stage to another; None where that is not possible.
 
-    All cuts between the two shift: the order no longer suits them, so it is to be made anew before they are judged.
+    Stages that are often on the longest path give rather than take. All cuts between the two shift: the order no longer
+    suits them, so it is to be made anew before they are judged.
     """
+    problem = valuation.problem
     positions = problem.positions
     here = problem.work_s[positions]
     moved = np.searchsorted(positions, cuts)
     if not len(moved):
         return None
-    first, last = sorted(generator.choice(len(moved) + 1, size=2, replace=False).tolist())
-    shift = problem.work_s[-1] / (len(moved) + 1) * generator.uniform(-_MOST_KICKED, _MOST_KICKED)
+    weight = np.sum(_path_weights(valuation, moved), axis=0) + 1.0
+    giver = int(generator.choice(len(weight), p=weight / weight.sum()))
+    ease = 1 / weight
+    ease[giver] = 0.0
+    taker = int(generator.choice(len(weight), p=ease / ease.sum()))
+    first, last = min(giver, taker), max(giver, taker)
+    mean_s = problem.work_s[-1] / len(weight)
+    shift = mean_s * generator.uniform(0, _MOST_KICKED) * (-1 if giver < taker else 1)
     moved[first:last] = np.searchsorted(here, here[moved[first:last]] + shift)
     moved = np.sort(moved.clip(0, len(positions) - 1))
     return positions[moved] if (np.diff(moved) > 0).all() else None
