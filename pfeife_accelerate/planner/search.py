@@ -36,7 +36,7 @@ from pfeife_accelerate.schedule.order import order_of, schedule_of
 __all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
-_FEW_S, _MANY_S = 4.6, 4.2  # seconds of effort for a model of ordinary size
+_FEW_S, _MANY_S = 6.0, 5.5  # seconds of effort for a model of ordinary size
 _FIRST_SHARE = 0.65  # of the effort, for fewer micro-batches
 _LIFTED = 1  # starts that go on with all micro-batches
 
