@@ -35,6 +35,7 @@ _TURNS = 4
 _SHAKES = 400
 _HOPEFUL, _PROMISING = 1.02, 1.004  # of the best value: how bad a kicked slicing may be before it is refined, and after
 _KICK_ROUNDS = 6
+_TOLERABLE = 1.002
 _KICKS, _SHAKES_OF_ONE = 4, 2  # by turns
 _FINALISTS = 2
 _TURNS_OF_ALL = 2
@@ -196,7 +197,11 @@ def _shaken(problem: Problem, start: Start, generator: np.random.Generator, effo
 
 
 def _kicked(problem: Problem, start: Start, generator: np.random.Generator, effort: Effort) -> Start:
-    """Cuts that an order was made for are the best for it: others get an order of their own before they are judged."""
+    """Cuts that an order was made for are the best for it: others get an order of their own before they are judged.
+
+    A kick may lead to something a little worse, for the next one to start from.
+    """
+    best = start
     for _ in range(_KICKS):
         if effort.is_spent:
             break
@@ -205,16 +210,17 @@ def _kicked(problem: Problem, start: Start, generator: np.random.Generator, effo
         if cuts is None:
             continue
         order, value = reorder(valuation, cuts, passes=2, is_near=True)
-        if value > start.value * _HOPEFUL:
+        if value > best.value * _HOPEFUL:
             continue
         found = refine(Valuation(problem, order, effort), cuts, rounds=_KICK_ROUNDS)
-        if found.value > start.value * _PROMISING:
+        if found.value > best.value * _PROMISING:
             continue
         order, value = reorder(Valuation(problem, order, effort), found.cuts, is_near=True)
-        if value < start.value * (1 - 1e-7):
+        if value < best.value * _TOLERABLE:
             spec = listed(problem, start.spec.num_loops)
             start = replace(start, spec=spec, order=order, cuts=found.cuts, value=value)
-    return start
+            best = start if value < best.value * (1 - 1e-7) else best
+    return best
 
 
 def is_small(problem: Problem, begun: list[Start]) -> bool:

@@ -26,7 +26,8 @@ _MERGED = 40
 _GROUP = 64
 _MOST_MOVES = 160
 _SHORT = 2
-_MOST_KICKED = 0.3  # of a mean stage's time
+_RANGE = 3.0  # of the sizes of kicks, as a logarithm
+_MOST_KICKED = 0.5  # of a mean stage's time
 _LEAST_GAIN = 1e-7
 
 
@@ -88,7 +89,7 @@ def kicked(valuation: Valuation, cuts: Ints, generator: np.random.Generator) -> 
     taker = int(generator.choice(len(weight), p=ease / ease.sum()))
     first, last = min(giver, taker), max(giver, taker)
     mean_s = problem.work_s[-1] / len(weight)
-    shift = mean_s * generator.uniform(0, _MOST_KICKED) * (-1 if giver < taker else 1)
+    shift = mean_s * _MOST_KICKED * np.exp(-_RANGE * generator.uniform()) * (-1 if giver < taker else 1)
     moved[first:last] = np.searchsorted(here, here[moved[first:last]] + shift)
     moved = np.sort(moved.clip(0, len(positions) - 1))
     return positions[moved] if (np.diff(moved) > 0).all() else None
