@@ -14,7 +14,7 @@ way back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -113,7 +113,7 @@ class EventGraph:
             (source * len(self.order.jobs) + target, (target * len(self.order.jobs) + source)[has_grad])
         )
         place = np.concatenate((self._position[each(producer * number)], last[has_grad]))
-        tie = np.concatenate((index, -index[has_grad]))
+        tie = np.concatenate((index, index[has_grad]))
         node = np.concatenate((each(sent), each(back[has_grad])))
         links, ties = np.broadcast_to(link[:, None], node.shape), np.broadcast_to(tie[:, None], node.shape)
         line = np.lexsort((ties.ravel(), place.ravel(), links.ravel()))
@@ -127,36 +127,33 @@ class EventGraph:
         before = np.concatenate([edge[0] for edge in self._edges])
         after = np.concatenate([edge[1] for edge in self._edges])
         self._edges = []
-        missing = np.bincount(after, minlength=self.num_nodes)
-        by_source = np.argsort(before, kind="stable")
-        targets = after[by_source]
-        start = np.concatenate(([0], np.cumsum(np.bincount(before, minlength=self.num_nodes))))
+        number_missing = np.bincount(after, minlength=self.num_nodes)
         present = np.zeros(self.num_nodes, dtype=np.bool_)
         present[np.concatenate(self.order.jobs)] = True
         present[after] = True
-        mark = np.zeros(self.num_nodes, dtype=np.int64)
-        wave = np.flatnonzero(present & (missing == 0))
+        # Waves are narrow: plain lists are faster than arrays.
+        targets = after[np.argsort(before, kind="stable")].tolist()
+        start = np.concatenate(([0], np.cumsum(np.bincount(before, minlength=self.num_nodes)))).tolist()
+        wave = np.flatnonzero(present & (number_missing == 0)).tolist()
+        missing = number_missing.tolist()
         waves = []
-        while len(wave):
+        while wave:
             waves.append(wave)
-            counts = start[wave + 1] - start[wave]
-            if not counts.any():
-                break
-            offsets = np.repeat(start[wave] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts)
-            reached = targets[offsets + np.arange(counts.sum())]
-            np.subtract.at(missing, reached, 1)
-            done = reached[missing[reached] == 0]
-            # A node may have been reached by several of the wave: the last of them stands for all.
-            mark[done] = np.arange(len(done))
-            wave = done[mark[done] == np.arange(len(done))]
+            reached: list[int] = []
+            for node in wave:
+                for later in targets[start[node] : start[node + 1]]:
+                    missing[later] -= 1
+                    if not missing[later]:
+                        reached.append(later)
+            wave = reached
         if sum(map(len, waves)) < present.sum():
             return False
         self._number(waves, before[: len(depends_on)], after[: len(depends_on)], depends_on)
         return True
 
-    def _number(self, waves: list[Ints], before: Ints, after: Ints, depends_on: Ints) -> None:
+    def _number(self, waves: list[list[int]], before: Ints, after: Ints, depends_on: Ints) -> None:
         """Nodes by level from 1 on; 0 is the start of time, before those that wait for nothing."""
-        sequence = np.concatenate(waves)
+        sequence = np.asarray(list(chain.from_iterable(waves)), dtype=np.int64)
         number = np.zeros(self.num_nodes, dtype=np.int64)
         number[sequence] = np.arange(1, len(sequence) + 1)
         before = np.concatenate((number[before], np.zeros(len(waves[0]), dtype=np.int64)))
@@ -168,16 +165,30 @@ class EventGraph:
         self._row = np.concatenate(([0], sequence // self.order.num_microbatches))
         self._sequence = sequence
         self._last_jobs = np.asarray([number[jobs[-1]] for jobs in self.order.jobs])
-        count = np.diff(self._first)
-        bounds = np.cumsum([0, *map(len, waves)])
-        self._levels = list(pairwise(bounds.tolist()))
-        # What nodes wait for, by turns: all for the first thing, then those that wait for more for the next.
-        self._turns: list[tuple[Ints, Ints, Ints, list[int]]] = []
-        for turn in range(int(count.max())):
-            some = np.flatnonzero(count > turn)
-            edge = self._first[some] + turn
-            limits = np.searchsorted(some, bounds).tolist()
-            self._turns.append((some, self._before[edge], self._depends_on[edge], limits))
+        self._plan_levels(np.asarray([0, *map(len, waves)]))
+
+    def _plan_levels(self, sizes: Ints) -> None:
+        """For each level, its nodes and a table of what they wait for: as many rows as its busiest node needs.
+
+        Nodes that wait for less have their first thing in the other rows.
+        """
+        bounds = np.cumsum(sizes)
+        counts = np.diff(self._first)
+        rows = np.maximum.reduceat(counts, bounds[:-1])
+        turn = np.arange(int(counts.max()))[:, None]
+        edge = self._first[:-1] + np.where(turn < counts, turn, 0)
+        before, depends_on = self._before[edge], self._depends_on[edge]
+        #: (first node, node after the last, their rows of costs, what they wait for, on which conditions)
+        self._levels = [
+            (
+                first + 1,
+                last + 1,
+                self._row[first + 1 : last + 1],
+                before[:most, first:last],
+                depends_on[:most, first:last],
+            )
+            for (first, last), most in zip(pairwise(bounds.tolist()), rows.tolist(), strict=True)
+        ]
 
     @property
     def num_levels(self) -> int:
@@ -196,24 +207,11 @@ class EventGraph:
         `holds` is 1 where a condition (the row of its number) holds for a slicing, else 0; without it all hold.
         """
         ends = np.zeros((len(self._row), durations.shape[1]))
-        _, first_before, first_depends_on, _ = self._turns[0]
-        for level, (first, last) in enumerate(self._levels):
-            ready = ends[first_before[first:last]]
+        for first, last, rows, before, depends_on in self._levels:
+            ready = ends.take(before, axis=0)
             if holds is not None:
-                ready *= holds[first_depends_on[first:last]]
-            for some, before, depends_on, bounds in self._turns[1:]:
-                low, high = bounds[level], bounds[level + 1]
-                if low == high:
-                    continue
-                other = ends[before[low:high]]
-                if holds is not None:
-                    other *= holds[depends_on[low:high]]
-                if high - low == last - first:
-                    np.maximum(ready, other, out=ready)
-                else:
-                    nodes = some[low:high] - first
-                    ready[nodes] = np.maximum(ready[nodes], other)
-            np.add(ready, durations[self._row[first + 1 : last + 1]], out=ends[first + 1 : last + 1])
+                ready *= holds.take(depends_on, axis=0)
+            np.add(np.maximum.reduce(ready), durations.take(rows, axis=0), out=ends[first:last])
         return ends
 
     def makespans(self, durations: Floats, optimizer_s: Floats, holds: Floats | None = None) -> Floats:

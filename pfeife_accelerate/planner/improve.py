@@ -15,9 +15,8 @@ from math import comb
 import numpy as np
 
 from pfeife_accelerate.ir import ScheduleFamily, ScheduleSpec
-from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.problem import Problem
-from pfeife_accelerate.planner.refine import Refined, refine, shake
+from pfeife_accelerate.planner.refine import Refined, kicked, refine, shake
 from pfeife_accelerate.planner.reorder import reorder
 from pfeife_accelerate.planner.starts import Start, all_orders, as_wanted, by_value, listed, order_for, starting_cuts
 from pfeife_accelerate.planner.valuation import Effort, Valuation
@@ -28,11 +27,16 @@ __all__ = ["improved", "is_small", "lifted", "reordered", "selected", "shaken", 
 
 _BEAM = 5  # starts that are improved where the cuts are given
 _FINE = 10  # starts that see all profiles, and are improved
+_SEEN_AGAIN = 8  # of all profiles, after a first look
 _FIRST_ROUNDS = 12
+_SELECTING = 0.75  # of the effort, to find what is worth shaking
 _SHARE = 0.4  # of what is left, that one such selection may take
 _TURNS = 4
 _SHAKES = 400
-_REORDER_EVERY = 8
+_HOPEFUL, _PROMISING = 1.02, 1.004  # of the best value: how bad a kicked slicing may be before it is refined, and after
+_KICK_ROUNDS = 6
+_TOLERABLE = 1.002
+_KICKS, _SHAKES_OF_ONE = 4, 2  # by turns
 _FINALISTS = 2
 _TURNS_OF_ALL = 2
 _EXHAUSTIVE = 80_000  # slicings times orders that are tried out rather than searched
@@ -45,7 +49,10 @@ def improved(problem: Problem, begun: list[Start], effort: Effort) -> Start:
     if problem.options.cuts is not None:
         finished = [reordered(problem, start, effort) for start in begun[:_BEAM]]
         return min(finished, key=by_value)
-    return shaken(problem, selected(problem, begun, effort), effort)
+    first = effort.part(_SELECTING)
+    finalists = selected(problem, begun, first)
+    effort.spend(-first.left_s)
+    return shaken(problem, finalists, effort)
 
 
 def tried_out(problem: Problem, begun: list[Start], effort: Effort) -> Start:
@@ -116,9 +123,11 @@ def _on_all_profiles(problem: Problem, start: Start, effort: Effort) -> Start:
     if effort.is_spent:
         return start
     cuts = starting_cuts(problem, start.order.num_stages, fine=True)
-    values = Valuation(problem, start.order, effort).values(cuts)
-    best = int(values.argmin())
-    return replace(start, cuts=cuts[best], value=float(values[best])) if values[best] < start.value else start
+    valuation = Valuation(problem, start.order, effort)
+    best = cuts[np.argsort(valuation.first_look(cuts), kind="stable")[:_SEEN_AGAIN]]
+    values = valuation.values(best)
+    chosen = int(values.argmin())
+    return replace(start, cuts=best[chosen], value=float(values[chosen])) if values[chosen] < start.value else start
 
 
 def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> Start:
@@ -137,7 +146,7 @@ def _by_turns(problem: Problem, start: Start, effort: Effort, rounds: int) -> St
 
 def reordered(problem: Problem, start: Start, effort: Effort) -> Start:
     """The start with a better order, where the user leaves the order to us."""
-    if problem.options.family not in (None, ScheduleFamily.LIST) or _fixes_order(problem.options):
+    if _keeps_order(problem):
         return start
     order, value = reorder(Valuation(problem, start.order, effort), start.cuts)
     if value >= start.value * (1 - 1e-9):
@@ -145,31 +154,73 @@ def reordered(problem: Problem, start: Start, effort: Effort) -> Start:
     return replace(start, spec=listed(problem, start.spec.num_loops), order=order, value=value)
 
 
-def _fixes_order(options: SearchOptions) -> bool:
-    return options.microbatches_per_loop is not None or options.prefetch_forwards is not None
+def _keeps_order(problem: Problem) -> bool:
+    """Whether the user has chosen the order."""
+    options = problem.options
+    is_chosen = options.family not in (None, ScheduleFamily.LIST)
+    return is_chosen or options.microbatches_per_loop is not None or options.prefetch_forwards is not None
 
 
 def shaken(problem: Problem, finalists: list[Start], effort: Effort) -> Start:
-    """Random moves and descents from the finalists by turns, with the same random numbers each time."""
+    """Random moves and descents from the finalists by turns, with the same random numbers each time.
+
+    Of the kinds of move the one goes next that has spent less since it last helped.
+    """
     generator = np.random.default_rng(0)
     current = list(finalists)
+    kinds = (_shaken,) if _keeps_order(problem) else (_kicked, _shaken)
+    spent_s = [0.0 for _ in kinds]
     for turn in range(_SHAKES):
         if effort.is_spent:
             break
         if turn == _TURNS_OF_ALL * len(finalists):
             current = [min(current, key=by_value)]
         which = turn % len(current)
-        start = current[which]
-        valuation = Valuation(problem, start.order, effort)
-        best = Refined(cuts=start.cuts, value=start.value)
-        valuation.values(best.cuts[None])
-        for _ in range(_REORDER_EVERY):
-            if effort.is_spent:
-                break
-            best = shake(valuation, best, generator)
-        shaken = replace(start, cuts=best.cuts, value=best.value)
-        current[which] = reordered(problem, shaken, effort)
+        kind = int(np.argmin(spent_s))
+        before_s, before = effort.left_s, current[which]
+        current[which] = kinds[kind](problem, before, generator, effort)
+        is_better = current[which].value < before.value
+        spent_s[kind] = 0.0 if is_better else spent_s[kind] + before_s - effort.left_s
     return min(current, key=by_value)
+
+
+def _shaken(problem: Problem, start: Start, generator: np.random.Generator, effort: Effort) -> Start:
+    """Other cuts for the same order."""
+    valuation = Valuation(problem, start.order, effort)
+    best = Refined(cuts=start.cuts, value=start.value)
+    valuation.values(best.cuts[None])
+    for _ in range(_SHAKES_OF_ONE):
+        if effort.is_spent:
+            break
+        best = shake(valuation, best, generator)
+    return reordered(problem, replace(start, cuts=best.cuts, value=best.value), effort)
+
+
+def _kicked(problem: Problem, start: Start, generator: np.random.Generator, effort: Effort) -> Start:
+    """Cuts that an order was made for are the best for it: others get an order of their own before they are judged.
+
+    A kick may lead to something a little worse, for the next one to start from.
+    """
+    best = start
+    for _ in range(_KICKS):
+        if effort.is_spent:
+            break
+        valuation = Valuation(problem, start.order, effort)
+        cuts = kicked(valuation, start.cuts, generator)
+        if cuts is None:
+            continue
+        order, value = reorder(valuation, cuts, passes=2, is_near=True)
+        if value > best.value * _HOPEFUL:
+            continue
+        found = refine(Valuation(problem, order, effort), cuts, rounds=_KICK_ROUNDS)
+        if found.value > best.value * _PROMISING:
+            continue
+        order, value = reorder(Valuation(problem, order, effort), found.cuts, is_near=True)
+        if value < best.value * _TOLERABLE:
+            spec = listed(problem, start.spec.num_loops)
+            start = replace(start, spec=spec, order=order, cuts=found.cuts, value=value)
+            best = start if value < best.value * (1 - 1e-7) else best
+    return best
 
 
 def is_small(problem: Problem, begun: list[Start]) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from pfeife_accelerate.planner.problem import Floats, Ints
 from pfeife_accelerate.planner.valuation import MISFIT_S, Valuation
 
-__all__ = ["Refined", "refine", "shake"]
+__all__ = ["Refined", "kicked", "refine", "shake"]
 
 _STEPS = (1, 2, 3, 5, 8, 13, 21, 34)
 _SHARES = (0.03, 0.1, 0.2, 0.4, 0.8)  # of a mean stage's time, moved from one stage to another
@@ -26,6 +26,8 @@ _MERGED = 40
 _GROUP = 64
 _MOST_MOVES = 160
 _SHORT = 2
+_RANGE = 3.0  # of the sizes of kicks, as a logarithm
+_MOST_KICKED = 0.5  # of a mean stage's time
 _LEAST_GAIN = 1e-7
 
 
@@ -68,6 +70,31 @@ def shake(valuation: Valuation, best: Refined, generator: np.random.Generator, *
     return found if found.value < best.value * (1 - _LEAST_GAIN) else best
 
 
+def kicked(valuation: Valuation, cuts: Ints, generator: np.random.Generator) -> Ints | None:
+    """The cuts after a random part of a stage's time went from one stage to another; None where that is not possible.
+
+    Stages that are often on the longest path give rather than take. All cuts between the two shift: the order no longer
+    suits them, so it is to be made anew before they are judged.
+    """
+    problem = valuation.problem
+    positions = problem.positions
+    here = problem.work_s[positions]
+    moved = np.searchsorted(positions, cuts)
+    if not len(moved):
+        return None
+    weight = np.sum(_path_weights(valuation, moved), axis=0) + 1.0
+    giver = int(generator.choice(len(weight), p=weight / weight.sum()))
+    ease = 1 / weight
+    ease[giver] = 0.0
+    taker = int(generator.choice(len(weight), p=ease / ease.sum()))
+    first, last = min(giver, taker), max(giver, taker)
+    mean_s = problem.work_s[-1] / len(weight)
+    shift = mean_s * _MOST_KICKED * np.exp(-_RANGE * generator.uniform()) * (-1 if giver < taker else 1)
+    moved[first:last] = np.searchsorted(here, here[moved[first:last]] + shift)
+    moved = np.sort(moved.clip(0, len(positions) - 1))
+    return positions[moved] if (np.diff(moved) > 0).all() else None
+
+
 def _round(valuation: Valuation, index: Ints, value: float) -> tuple[Ints, float] | None:
     """One round of moves from `index`; None where none helps."""
     before = value
@@ -97,7 +124,7 @@ def _path_weights(valuation: Valuation, index: Ints) -> tuple[Floats, Floats, Fl
     """How often each stage's forward, input and weight gradient are on the longest path."""
     slices = valuation.slices(valuation.problem.positions[index][None])
     graph = valuation.graph(slices.messages)
-    valuation.effort.spend(1e-3 + 8e-6 * graph.num_levels)
+    valuation.effort.spend(1e-3 + 4e-6 * graph.num_levels)
     rows = graph.critical_rows(slices.durations_for(graph.messages), slices.optimizer_s)
     stages = valuation.order.num_stages
     # Micro-batches that are left out pass through the busiest rank.

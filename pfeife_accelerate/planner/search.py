@@ -19,7 +19,7 @@ from pfeife_accelerate.ir import CostGraph, Machine, Schedule, ScheduleFamily, S
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.planner.bound import lower_bound
 from pfeife_accelerate.planner.explain import does_not_fit, nothing_runs, runners_up
-from pfeife_accelerate.planner.improve import improved, is_small, lifted, selected, shaken, tried_out
+from pfeife_accelerate.planner.improve import improved, is_small, lifted, shaken, tried_out
 from pfeife_accelerate.planner.memory import MemoryProfile
 from pfeife_accelerate.planner.options import SearchOptions
 from pfeife_accelerate.planner.planned import Planned
@@ -36,9 +36,9 @@ from pfeife_accelerate.schedule.order import order_of, schedule_of
 __all__ = ["make_plan"]
 
 _LOG = get_logger(__name__)
-_FEW_S, _MANY_S = 4.3, 3.8  # seconds of effort for a model of ordinary size
+_FEW_S, _MANY_S = 6.0, 5.5  # seconds of effort for a model of ordinary size
 _FIRST_SHARE = 0.65  # of the effort, for fewer micro-batches
-_LIFTED = 4  # starts that go on with all micro-batches
+_LIFTED = 1  # starts that go on with all micro-batches
 
 
 def make_plan(
@@ -98,9 +98,8 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
         return tried_out(problem, begun, effort), begun
     if fewer is problem:
         return (improved(problem, begun, effort) if is_full else begun[0]), begun
-    first = Effort(left_s=effort.left_s * _FIRST_SHARE)
-    effort.spend(first.left_s)
-    chosen = selected(fewer, begun, first) if is_full else []
+    first = effort.part(_FIRST_SHARE)
+    chosen = [improved(fewer, begun, first)] if is_full else []
     effort.spend(-first.left_s)
     families = {start.family: start for start in reversed(begun)}
     lifts = [lifted(problem, start, effort) for start in (*chosen, *families.values())]
@@ -110,7 +109,7 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Start, list[Start]]:
         begun = starts(problem, effort)
         return improved(problem, begun, effort), begun
     if is_full:
-        return shaken(problem, selected(problem, found[:_LIFTED], effort), effort), found
+        return shaken(problem, found[:_LIFTED], effort), found
     return found[0], found
 
 

@@ -21,6 +21,7 @@ from pfeife_accelerate.planner.problem import Floats, Ints, Problem
 __all__ = ["equal_time_cuts", "profiles", "shaped_cuts"]
 
 _BISECTIONS = 40
+_EVEN_ENOUGH = 1e-9  # of all time
 _COARSE = ((1.0, 1.0), (0.1, 2.0), (0.2, 1.4), (0.35, 2.0), (0.5, 1.4))
 _SLOPES = (0.25, 0.5, 0.75)
 _FINE = ((1.0, 1.0), *product((0.1, 0.2, 0.35, 0.5, 0.7), (1.4, 2.0, 3.0)))
@@ -81,8 +82,11 @@ def equal_time_cuts(problem: Problem, num_stages: int) -> Ints:
             cuts.append(min(max(index, least), len(here) - (num_stages - 1 - stage)))
             slowest = max(slowest, here[cuts[-1]] - at_s)
             at_s = here[cuts[-1]]
-        if max(slowest, total - at_s) <= middle * (1 + 1e-9):
-            high, best = middle, cuts
+        slowest = max(slowest, total - at_s)
+        if slowest <= middle * (1 + 1e-9):
+            high, best = min(slowest, middle), cuts  # as good as it looks: there is nothing between the two to try
         else:
             low = middle
+        if high - low <= _EVEN_ENOUGH * total:
+            break
     return problem.positions[np.asarray(best, dtype=np.int64)]

@@ -157,7 +157,11 @@ class Slices:
         once, first = _first_of_each(keys, num_slicings * len(crossing) * num_ranks)
         # It is in the message for the first of these stages, so that none waits for what only later ones read.
         key = producer * num_stages + reader[first]
-        pairs = np.flatnonzero(np.bincount(key, minlength=num_stages**2))
+        # Those of one stage come in the order in which it makes the first value of each, in any of the slicings.
+        made = np.full(num_stages**2, len(number), dtype=np.int64)
+        np.minimum.at(made, key[once], value[once])
+        pairs = np.flatnonzero(made < len(number))
+        pairs = pairs[np.lexsort((made[pairs], pairs // num_stages))]
         index = np.zeros(num_stages**2, dtype=np.int64)
         index[pairs] = np.arange(len(pairs))
         route = index[key]

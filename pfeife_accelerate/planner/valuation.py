@@ -26,6 +26,7 @@ __all__ = ["MISFIT_S", "Effort", "Valuation"]
 #: twice, so that of two slicings that lack as much the more even one is nearer.
 MISFIT_S = 1e15
 _MOST_SPARE = 2.0  # messages of an event graph for each that a slicing has; beyond it is made anew
+_LOOK = 64  # slicings in one pass
 _ROOMY = 0.8  # of what a rank may use
 _BATCH_CELLS = 4_000_000  # nodes times slicings in one pass: more would leave the caches without being faster
 
@@ -39,6 +40,12 @@ class Effort:
     def spend(self, seconds: float) -> None:
         """Note that work was done."""
         self.left_s -= seconds
+
+    def part(self, share: float) -> Effort:
+        """A share of what is left, set apart; what is left of it can be given back by `spend`."""
+        part = Effort(left_s=self.left_s * share)
+        self.left_s -= part.left_s
+        return part
 
     @property
     def is_spent(self) -> bool:
@@ -83,7 +90,7 @@ class Valuation:
             before = _event_graph.cache_info().misses
             self._graph = _event_graph(self.order, wanted)
             if _event_graph.cache_info().misses > before:
-                self.effort.spend(1.5e-6 * self._graph.num_nodes)
+                self.effort.spend(1.0e-6 * self._graph.num_nodes)
         return self._graph
 
     def slices(self, cuts: Ints) -> Slices:
@@ -92,9 +99,19 @@ class Valuation:
 
     def values(self, cuts: Ints) -> Floats:
         """The value of each row of cuts, seconds where it fits."""
-        step = max(8, min(256, _BATCH_CELLS // max(self.order.num_jobs, len(self.problem.graph.nodes))))
+        step = max(8, min(64, _BATCH_CELLS // max(self.order.num_jobs, len(self.problem.graph.nodes))))
         found = [self.value(self.slices(cuts[first : first + step])) for first in range(0, len(cuts), step)]
         return np.concatenate(found) if found else np.empty(0)
+
+    def first_look(self, cuts: Ints) -> Floats:
+        """Values of rows of cuts that have little in common, without what they send past a stage."""
+        plain = Valuation(self.problem, self.order, self.effort, self.recompute)
+        return np.concatenate(
+            [
+                plain.value(Slices(self.problem, cuts[i : i + _LOOK], self.order.stage_ranks, nearest_only=True))
+                for i in range(0, len(cuts), _LOOK)
+            ]
+        )
 
     def exact(self, cuts: Ints) -> float:
         """The value of one slicing by its own messages alone: a stage waits for nothing that others of a batch send."""
@@ -121,8 +138,8 @@ class Valuation:
             return np.full(len(slices), np.inf)
         self.effort.spend(
             1e-3
-            + 5e-6 * graph.num_levels
-            + len(slices) * (8e-9 * graph.num_nodes + 3e-8 * len(self.problem.block_starts))
+            + 2.5e-6 * graph.num_levels
+            + len(slices) * (7e-9 * graph.num_nodes + 3e-8 * len(self.problem.block_starts))
         )
         holds = slices.holds(graph.messages, graph.conditions) if self.is_thorough else None
         durations = slices.durations_for(graph.messages)
@@ -160,12 +177,13 @@ def _includes(known: Messages, messages: Messages) -> bool:
 
 
 def _union(known: Messages, messages: Messages) -> Messages:
-    found = {message.route: message for message in known}
-    for message in messages:
+    """Those of a stage in the order that the second ones have."""
+    found = {message.route: message for message in messages}
+    for message in known:
         key = message.route
         other = found.get(key)
         if other is not None:
             stages = tuple(sorted({*other.consumer_stages, *message.consumer_stages}))
             message = replace(message, consumer_stages=stages, has_grad=message.has_grad or other.has_grad)
         found[key] = message
-    return tuple(found[key] for key in sorted(found))
+    return tuple(sorted(found.values(), key=lambda message: message.producer_stage))

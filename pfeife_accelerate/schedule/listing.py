@@ -160,40 +160,49 @@ class _Lister:
         self.events: list[tuple[float, int]] = []
 
     def run(self) -> Listing:
-        resource, after, missing = self.graph.resource, self.after, self.missing
+        """Event by event; written out, because the search spends much of its time here."""
+        resource, after, missing, num_ranks = self.graph.resource, self.after, self.missing, self.graph.num_ranks
+        ready, is_busy, events, urgency = self.ready, self.is_busy, self.events, self.urgency
+        push, pop = heapq.heappush, heapq.heappop
         nodes = [node for node in range(self.graph.num_nodes) if resource[node] >= 0]
-        touched = {self._make_ready(node, 0.0) for node in nodes if not missing[node]}
+        touched = set()
+        for node in nodes:
+            if not missing[node]:
+                index = resource[node]
+                push(ready[index], (urgency[node] if index < num_ranks else 0.0, node))
+                touched.add(index)
         left, now_s = len(nodes), 0.0
         while True:
             for index in sorted(touched):
-                self._start(index, now_s)
-            if not self.events:
+                if ready[index] and not is_busy[index]:
+                    self._start(index, now_s)
+            if not events:
                 return Listing(start_s=self.start_s, end_s=now_s, jobs=self.jobs, is_complete=not left)
-            now_s = self.events[0][0]
+            now_s = events[0][0]
             touched = set()
-            while self.events and self.events[0][0] == now_s:
-                node = heapq.heappop(self.events)[1]
+            while events and events[0][0] == now_s:
+                node = pop(events)[1]
                 left -= 1
-                self.is_busy[resource[node]] = False
-                touched.add(resource[node])
-                self._free(node)
+                index = resource[node]
+                is_busy[index] = False
+                touched.add(index)
+                if self.saved is not None and index < num_ranks:
+                    self._free(node)
                 for later in after[node]:
                     missing[later] -= 1
                     if not missing[later]:
-                        touched.add(self._make_ready(later, now_s))
-
-    def _make_ready(self, node: int, now_s: float) -> int:
-        index = self.graph.resource[node]
-        key = self.urgency[node] if index < self.graph.num_ranks else now_s
-        heapq.heappush(self.ready[index], (key, node))
-        return index
+                        index = resource[later]
+                        push(ready[index], (urgency[later] if index < num_ranks else now_s, later))
+                        touched.add(index)
 
     def _start(self, index: int, now_s: float) -> None:
-        if self.is_busy[index] or not self.ready[index]:
-            return
-        node = self._next(index)
-        if node is None:
-            return
+        if self.saved is None or index >= self.graph.num_ranks:
+            node = heapq.heappop(self.ready[index])[1]
+        else:
+            found = self._next(index)
+            if found is None:
+                return
+            node = found
         self.is_busy[index] = True
         self.start_s[node] = now_s
         if index < self.graph.num_ranks:
@@ -201,15 +210,13 @@ class _Lister:
         heapq.heappush(self.events, (now_s + self.duration_s[node], node))
 
     def _next(self, index: int) -> int | None:
-        """The most urgent ready node of a resource that there is room for."""
-        queue = self.ready[index]
-        if self.saved is None or index >= self.graph.num_ranks:
-            return heapq.heappop(queue)[1]
+        """The most urgent ready job of a rank that there is room for."""
+        queue, saved = self.ready[index], self.saved or ()
         passed = []
         found = None
         while queue:
             entry = heapq.heappop(queue)
-            needs = self.saved[entry[1] // self.graph.num_microbatches] if entry[1] < self.num_forwards else 0.0
+            needs = saved[entry[1] // self.graph.num_microbatches] if entry[1] < self.num_forwards else 0.0
             if needs <= self.free[index]:
                 self.free[index] -= needs
                 found = entry[1]
@@ -220,6 +227,6 @@ class _Lister:
         return found
 
     def _free(self, node: int) -> None:
-        if self.saved is not None and self.first_last_kind <= node < self.graph.num_jobs:
+        if self.saved is not None and node >= self.first_last_kind:
             stage = (node - self.first_last_kind) // self.graph.num_microbatches
             self.free[self.graph.resource[node]] += self.saved[stage]

@@ -2,7 +2,8 @@
 
 Models: values go DIRECTLY from the producing stage to each rank that reads them, once per consuming rank, together
 with those that the same stage of it reads first: no stage waits for what only a later one reads. A message whose
-consumer rank is the producer's own is a local hand-over. Ignores: sizes.
+consumer rank is the producer's own is a local hand-over. Messages come in the order of their producers, those of one
+stage in the order in which it makes the first value of each; so they leave, and so do their gradients. Ignores: sizes.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def chain_messages(stage_ranks: Sequence[int], *, has_grad: bool = True) -> Mess
 
 
 def messages_between(values: Iterable[tuple[int, Sequence[int], bool]], stage_ranks: Sequence[int]) -> Messages:
-    """The messages that carry values given as (producing stage, reading stages, whether a gradient comes back)."""
+    """The messages that carry values given as (producing stage, reading stages, whether a gradient comes back).
+
+    Values come in the order in which they are made.
+    """
     readers: dict[tuple[int, int], set[int]] = {}
     with_grad: set[tuple[int, int]] = set()
     for producer, consumers, has_grad in values:
@@ -92,7 +96,7 @@ def messages_between(values: Iterable[tuple[int, Sequence[int], bool]], stage_ra
     return tuple(
         Message(producer_stage=key[0], consumer_rank=stage_ranks[key[1]], consumer_stages=tuple(sorted(together)),
                 has_grad=key in with_grad)
-        for key, together in sorted(readers.items())
+        for key, together in sorted(readers.items(), key=lambda item: item[0][0])
     )  # fmt: skip
 
 
@@ -100,13 +104,13 @@ class Routes:
     """Messages looked up by the stage that gives, reads, or waits for a gradient."""
 
     def __init__(self, messages: Messages, stage_ranks: Sequence[int]) -> None:
-        """Check the messages against the placement and sort them."""
+        """Check the messages against the placement; those of a stage stay in the order given."""
         self.stage_ranks = tuple(stage_ranks)
         stages = range(len(self.stage_ranks))
         self.from_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
         self.into_stage: tuple[list[Message], ...] = tuple([] for _ in stages)
         seen: set[tuple[int, int]] = set()
-        for message in sorted(messages, key=lambda m: m.route):
+        for message in sorted(messages, key=lambda m: m.producer_stage):
             self._check(message, seen)
             self.from_stage[message.producer_stage].append(message)
             for consumer in message.consumer_stages:
@@ -128,7 +132,7 @@ class Routes:
         return self.stage_ranks[message.producer_stage] == message.consumer_rank
 
     def gradients_from(self, stage: int) -> Iterator[Message]:
-        """Remote messages whose gradient `stage` contributes to, the one needed first in front."""
-        for message in reversed(self.into_stage[stage]):
+        """Remote messages whose gradient `stage` contributes to, in the order of their producers."""
+        for message in self.into_stage[stage]:
             if message.has_grad and not self.is_local(message):
                 yield message

@@ -156,13 +156,14 @@ class ProgramCache:
         self, staged: StagedGraph, readers: dict[str, tuple[int, ...]]
     ) -> tuple[tuple[Message, ...], dict[tuple[int, int], MessageValues]]:
         together: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
-        for name, stages in readers.items():
+        position = staged.graph.position  # messages leave as the planner has them leave: in the order of the operations
+        for name, stages in sorted(readers.items(), key=lambda item: position[staged.graph.node_of[item[0]]]):
             for reader, own in by_first_reader(stages, self.stage_ranks).items():
                 together.setdefault((staged.producer_of[name], reader), {})[name] = own
         messages: list[Message] = []
         contents: dict[tuple[int, int], MessageValues] = {}
         numbers: Counter[tuple[int, int]] = Counter()  # values so far that a stage gives to a rank
-        for (producer, reader), values in sorted(together.items()):
+        for (producer, reader), values in sorted(together.items(), key=lambda item: item[0][0]):
             names, rank = tuple(sorted(values)), self.stage_ranks[reader]
             with_grad = tuple(n for n in names if staged.graph.node_of[n].meta["example_value"].requires_grad)
             consumers = tuple(sorted(set().union(*values.values())))

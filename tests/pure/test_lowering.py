@@ -43,9 +43,17 @@ def test_golden_skips_are_sent_once_per_first_reader_and_their_gradients_after_t
     assert render_lowered(lower(schedule, SKIPS)) == golden("lowered_gpipe_d2_m1_v2_skip_0_to_2_and_3")
 
 
-def test_the_order_of_messages_does_not_matter():
+def test_messages_of_a_stage_and_their_gradients_leave_in_the_order_given_and_stages_may_come_in_any():
     schedule = gpipe(num_ranks=2, num_microbatches=3, num_loops=2)
-    assert lower(schedule, SKIPS) == lower(schedule, SKIPS[::-1])
+    of_first, others = SKIPS[:3], SKIPS[3:]
+    assert [m.producer_stage for m in SKIPS] == [0, 0, 0, 1, 2]
+    assert lower(schedule, SKIPS) == lower(schedule, (*others[::-1], *of_first))
+    turned = lower(schedule, (*of_first[::-1], *others))
+    sends = [
+        [str(a) for a in actions if a.kind in (ActionKind.SEND_F, ActionKind.SEND_B)] for actions in turned.per_rank
+    ]
+    assert sends[0][:2] == ["0SEND_F0>3@1", "0SEND_F0>1@1"]
+    assert sends[1].index("0SEND_B0>3@0") < sends[1].index("2SEND_B0>3@0")
 
 
 def test_each_half_has_its_own_transfers_only():
@@ -127,8 +135,8 @@ def test_values_go_together_where_the_same_stage_of_a_rank_reads_them_first():
     )
     assert messages_between(values, (0, 1, 0, 1)) == (
         Message(producer_stage=0, consumer_rank=1, consumer_stages=(1, 3), has_grad=True),
-        Message(producer_stage=0, consumer_rank=0, consumer_stages=(2,), has_grad=True),
         Message(producer_stage=0, consumer_rank=1, consumer_stages=(3,), has_grad=True),
+        Message(producer_stage=0, consumer_rank=0, consumer_stages=(2,), has_grad=True),
         Message(producer_stage=1, consumer_rank=0, consumer_stages=(2,), has_grad=False),
     )
 
@@ -140,7 +148,7 @@ def test_the_first_reader_is_the_first_stage_wherever_it_lives():
         (m.producer_stage, m.reader, m.consumer_rank, m.consumer_stages)
         for m in messages_between(values, (0, 1, 2, 2, 1, 0))
     ]
-    assert found == [(0, 4, 1, (4,)), (0, 5, 0, (5,)), (1, 2, 2, (2, 3)), (1, 3, 2, (3,)), (1, 5, 0, (5,))]
+    assert found == [(0, 4, 1, (4,)), (0, 5, 0, (5,)), (1, 2, 2, (2, 3)), (1, 5, 0, (5,)), (1, 3, 2, (3,))]
 
 
 @pytest.mark.parametrize(("reader", "peer"), [(None, 1), (1, None), (None, None)])

@@ -100,9 +100,9 @@ def test_a_stage_does_not_wait_for_what_only_a_later_stage_of_its_rank_reads(eve
         times = {str(i.action): (i.start_s, i.end_s) for i in timeline.intervals}
         assert (times["0SEND_F0>1@1"], times["0SEND_F0>3@1"]) == ((1.0, 2.0), (2.0, 12.0))
         assert (times["1F0"], times["2F0"], times["3F0"]) == ((2.0, 3.0), (3.0, 4.0), (12.0, 13.0))
-        # Each gradient leaves behind its own reader, and stage 0 waits for both.
-        assert (times["0SEND_B0>3@0"], times["0SEND_B0>1@0"]) == ((15.0, 25.0), (25.0, 26.0))
-        assert (times["1B0"], times["0B0"]) == ((17.0, 19.0), (26.0, 28.0))
+        # Each gradient leaves behind its own reader, that for the earlier stage first, and stage 0 waits for both.
+        assert (times["0SEND_B0>3@0"], times["2SEND_B0>3@0"]) == ((15.0, 25.0), (25.0, 25.0))
+        assert (times["1B0"], times["0SEND_B0>1@0"], times["0B0"]) == ((27.0, 29.0), (29.0, 30.0), (30.0, 32.0))
 
 
 def test_what_two_stages_of_a_rank_read_travels_once_and_its_gradient_waits_for_both(even_stages, machine):

@@ -19,7 +19,6 @@ from pfeife_accelerate.planner import SearchOptions, make_plan
 __all__ = ["Judged", "judge"]
 
 _EQUAL = 1e-6  # relative: estimates and simulated times are sums of the same numbers in another order
-_NEAR = 0.02  # what stages of one rank read is one message to ranks, several to the simulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ def judge(graph: CostGraph, machine: Machine, ranks: int, microbatches: int, opt
     problems: list[str] = []
     if planned.recompute:
         problems.append(f"stages {planned.recompute} recompute, which is not simulated")
-    if abs(planned.estimate_s / outcome.makespan_s - 1) > (_EQUAL if len(planned.stage_ranks) == ranks else _NEAR):
+    if abs(planned.estimate_s / outcome.makespan_s - 1) > _EQUAL:
         problems.append(f"estimated {planned.estimate_s:.6g} s, simulated {outcome.makespan_s:.6g} s")
     if bound_s > outcome.makespan_s * (1 + _EQUAL):
         problems.append(f"bound {bound_s:.6g} s above the plan's own {outcome.makespan_s:.6g} s")
