@@ -59,6 +59,7 @@ WARNINGS = (
     Said("session/loss_choice.py", "differs from the whole batch's", "gloo/test_trial.py"),
     Said("session/loss_choice.py", "the loss does not separate over micro-batches", "local/test_loss_choice.py"),
     Said("session/optimizer_state.py", "is taken to treat each parameter by itself", "gloo/test_optimizers.py"),
+    Said("session/programs.py", "compiled stages compute the gradients of weights", "local/test_compiled.py"),
     Said("session/tracing.py", "no step was recorded into", "gloo/test_options.py"),
     Said("session/tracing.py", "the trace cannot be kept in", "local/test_tracing.py"),
     Said("session/unpipelined.py", ", doubt)", "gloo/test_messages_of_runs.py",

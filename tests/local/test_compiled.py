@@ -241,6 +241,19 @@ def test_a_stage_is_compiled_once_whatever_is_needed_in_the_end():
     assert same == [True, False, True]
 
 
+def test_compiled_stages_of_a_plan_in_halves_do_all_at_once_and_say_so(caplog: pytest.LogCaptureFixture):
+    call = _call(Net(_plain, _plain, _plain))
+    needed = tuple(call.graph.result_names())
+    order = build(ScheduleSpec(family=ScheduleFamily.ZB_H1, num_ranks=2, num_microbatches=2))
+    plain = ProgramCache(order, 0).staged(call.graph, _cuts(call), needed)
+    assert any(i.kind is InputKind.LATER for stage in plain.stages for i in stage.inputs)
+    with caplog.at_level("WARNING", logger="pfeife_accelerate"):
+        cache = ProgramCache(order, 0, compilation=Compilation(backend="counting"))
+    assert "compiled stages compute the gradients of weights" in caplog.text
+    stages = cache.staged(call.graph, _cuts(call), needed).stages
+    assert not any(i.kind is InputKind.LATER for stage in stages for i in stage.inputs)
+
+
 def test_too_many_variants_of_a_stage_are_an_error_and_not_an_end_of_compiling(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pfeife_accelerate.capture.compiled._VARIANTS", 1)
     model = Net(_plain, _plain)
