@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import fx
 
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
@@ -111,14 +110,6 @@ def _cannot_follow(node: fx.Node) -> PfeifeError:
         why="this call of the model uses its parameters in another order than the call that the plan was made for",
         hints=("make the first call a typical training step", "give split_points that suit both kinds of call"),
     )
-
-
-def tensor_of(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """A tensor of this spec for measuring: floats random, integers zero (a valid index anywhere), booleans true."""
-    dtype: torch.dtype = vars(torch)[spec.dtype]
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(spec.shape, device=device).to(dtype).requires_grad_(spec.requires_grad)
-    return torch.full(spec.shape, dtype is torch.bool, dtype=dtype, device=device)
 
 
 def stages_of_states(graph: CapturedGraph, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import PipelinePlan, to_json
+from pfeife_accelerate.ir.files import write_whole
 
 __all__ = ["check_folder", "write_plan"]
 
@@ -32,12 +33,15 @@ def check_folder(path: Path) -> None:
 
 
 def write_plan(path: Path, plan: PipelinePlan) -> None:
-    """Write a plan as JSON.
+    """Write a plan as JSON: at once, so that nobody reads half of it, where there is a file or nothing yet.
 
     Raises: PfeifeError PF143 where the file cannot be written.
     """
     try:
-        path.write_text(to_json(plan), encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
+            path.write_text(to_json(plan), encoding="utf-8")
+        else:
+            write_whole(path, to_json(plan))
     except OSError as error:
         raise PfeifeError(
             id="PF143", what=f"the plan cannot be written to {path}", why=str(error), hints=("another --out",)

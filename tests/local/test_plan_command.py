@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from pfeife_accelerate.ir import (
     Machine,
     ParamUse,
     from_json,
+    to_json,
     write_cost_file,
 )
 from pfeife_accelerate.planner.bound import BoundKind, LowerBound
@@ -215,6 +218,31 @@ def test_a_plan_that_cannot_be_written(tmp_path):
     found = pipeline_plan(simple_plan(chain(), 2, 2))
     with pytest.raises(PfeifeError, match="PF143 the plan cannot be written to"):
         write_plan(tmp_path / "no" / "plan.json", found)
+
+
+def test_a_plan_replaces_another_at_once(tmp_path, monkeypatch):
+    found, path = pipeline_plan(simple_plan(chain(), 2, 2)), tmp_path / "plan.json"
+    path.write_text("another")
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched, pytest.raises(PfeifeError, match="PF143"):
+        patched.setattr("os.replace", fail)
+        write_plan(path, found)
+    assert path.read_text() == "another"
+    write_plan(path, found)
+    assert path.read_text() == to_json(found)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_plan_can_go_into_a_pipe(tmp_path):
+    found, path = pipeline_plan(simple_plan(chain(), 2, 2)), tmp_path / "pipe"
+    os.mkfifo(path)
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(path.read_text)
+        write_plan(path, found)
+        assert text.result(timeout=60) == to_json(found)
 
 
 @pytest.mark.parametrize(("name", "why"), [("no/plan.json", "there is no folder"), (".", "it is a folder")])
