@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from pfeife_accelerate.errors import InternalError
 
 __all__ = ["CostGraph", "CostNode", "CostValue", "ParamUse"]
+
+_COSTS = frozenset((
+    "backward_input_s", "backward_weight_s", "forward_s", "gradient_bytes", "num_bytes", "optimizer_s", "saved_bytes",
+    "state_bytes", "workspace_bytes",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +70,15 @@ class CostGraph:
     fingerprint: str = ""  #: of the graph that it was made from
 
     def __post_init__(self) -> None:
-        """Refuse a value that is read before it is made."""
+        """Refuse a value that is read before it is made, and numbers that no operation or value can have."""
         last = len(self.nodes) - 1
         for value in self.values:
             if not 0 <= value.producer < min(value.readers, default=last + 1) or max(value.readers, default=0) > last:
                 raise InternalError(id="PF153", what=f"{value} does not fit a graph of {last + 1} operations")
+        for part in (*self.nodes, *self.values, *(use for node in self.nodes for use in node.params)):
+            for name, number in vars(part).items():
+                if name in _COSTS and not 0 <= number < inf:  # not a number is neither
+                    raise InternalError(id="PF153", what=f"{name}={number} in {part}", why="costs are at least 0")
 
     @cached_property
     def legal_cuts(self) -> tuple[int, ...]:

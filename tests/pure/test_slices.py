@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -115,6 +116,44 @@ def test_a_skip_goes_directly_and_once_to_each_rank():
 def test_a_value_that_is_read_before_it_is_made_is_refused():
     with pytest.raises(InternalError, match="PF153"):
         CostGraph(name="x", nodes=(node(),) * 2, values=(CostValue(producer=1, readers=(1,), num_bytes=1),))
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "nodes_of",
+    [
+        lambda number: node(number),
+        lambda number: node(backward=(number, 1.0)),
+        lambda number: node(backward=(1.0, number)),
+        lambda number: node(saved=number),
+        lambda number: node(workspace=number),
+        lambda number: node(params=(use(0, number),)),
+        lambda number: node(params=(use(0, optimizer_s=number),)),
+    ],
+)
+def test_costs_that_nothing_can_have_are_refused(nodes_of, number):
+    with pytest.raises(InternalError, match=r"PF153 \w+=(-1.0|nan|inf|-4.0) in"):
+        CostGraph(name="x", nodes=(node(), nodes_of(number)), values=())
+
+
+@pytest.mark.parametrize("field", ["num_bytes", "gradient_bytes"])
+def test_sizes_that_no_value_can_have_are_refused(field):
+    sizes = {"num_bytes": 1, field: -1}
+    with pytest.raises(InternalError, match=f"PF153 {field}=-1 in"):
+        CostGraph(name="x", nodes=(node(),) * 2, values=(CostValue(producer=0, readers=(1,), **sizes),))
+
+
+def test_messages_of_a_stage_come_in_the_order_in_which_it_makes_the_first_value_of_each():
+    values = (
+        CostValue(producer=0, readers=(3,), num_bytes=1),
+        CostValue(producer=1, readers=(2,), num_bytes=1),
+        CostValue(producer=1, readers=(3,), num_bytes=1),
+    )
+    graph = CostGraph(name="x", nodes=(node(),) * 4, values=values)
+    turned = CostGraph(name="x", nodes=(node(),) * 4, values=(replace(values[0], readers=(2,)), values[2]))
+    for one, readers in ((graph, [2, 1]), (turned, [1, 2])):
+        found = Slices(problem_of(one), np.asarray([[2, 3]]), (0, 1, 1)).messages
+        assert [message.reader for message in found] == readers
 
 
 # -- starting cuts -----------------------------------------------------------------------------------------------------

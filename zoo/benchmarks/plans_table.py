@@ -85,7 +85,7 @@ def markdown(rows: Sequence[Row], command: str, title: str) -> str:
         "all of the device's memory. *gap*: above our proven lower bound. *split*: with I and W instead of B.\n\n"
     )
     titles = ("graph", "ranks", "micro-batches", "memory GiB", "others", "which", "ours", "ours / others", "bound")
-    titles += ("gap", "others' gap", "order", "split", "split / others", "planning s")
+    titles += ("gap", "others' gap", "order", "split", "split / others", "planning s (CPU)")
     table = ["| " + " | ".join(titles) + " |", "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|---|--:|--:|--:|"]
     table += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     versions = f"Python {platform.python_version()}, numpy {numpy.__version__}, {platform.machine()}."
