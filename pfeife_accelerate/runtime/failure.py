@@ -9,6 +9,7 @@ a word, as seen by the others).
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import os
 import sys
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn, final
 
 import torch.distributed as dist
@@ -33,6 +34,7 @@ _WATCH_EVERY_S = 0.5
 # A collective without the ended rank may take its time.
 _COLLECTIVES_TAKE = 3
 _COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+_COLLECTION_OFF = threading.Lock()
 _WRAPPERS_FILE = os.path.join("torch", "distributed", "c10d_logger.py")
 
 
@@ -254,7 +256,7 @@ def _is_communication_error(error: BaseException) -> bool:
 
 def _collective_of_main_thread() -> tuple[str, int, int] | None:
     """Where the main thread is inside a collective of torch.distributed: source line, frame, instruction; or None."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frames_of_threads().get(threading.main_thread().ident or 0)
     inner = None if frame is None else (id(frame), frame.f_lasti)
     is_inside = False
     while frame is not None:
@@ -264,6 +266,22 @@ def _collective_of_main_thread() -> tuple[str, int, int] | None:
         is_inside = is_inside or in_torch
         frame = frame.f_back
     return None
+
+
+def _frames_of_threads() -> dict[int, FrameType]:
+    """What each thread is at, without a garbage collection on the way.
+
+    The interpreter (3.11.7 at least) holds its lock on threads meanwhile. A collection may free a tensor, which lets
+    other threads run; one of them that ends waits for that lock, and no thread goes on.
+    """
+    with _COLLECTION_OFF:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_on:
+                gc.enable()
 
 
 def _say(line: str) -> None:
