@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import NoReturn, final
 
 import torch.distributed as dist
@@ -256,29 +257,37 @@ def _is_communication_error(error: BaseException) -> bool:
 
 def _collective_of_main_thread() -> tuple[str, int, int] | None:
     """Where the main thread is inside a collective of torch.distributed: source line, frame, instruction; or None."""
-    frame = _frames_of_threads().get(threading.main_thread().ident or 0)
-    inner = None if frame is None else (id(frame), frame.f_lasti)
-    is_inside = False
-    while frame is not None:
-        in_torch = frame.f_code.co_filename.endswith(_COLLECTIVES_FILE)
-        if is_inside and not in_torch and inner is not None and not frame.f_code.co_filename.endswith(_WRAPPERS_FILE):
-            return (f"{frame.f_code.co_filename}:{frame.f_lineno}", *inner)
-        is_inside = is_inside or in_torch
-        frame = frame.f_back
-    return None
+    with _without_collection():
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        inner = None if frame is None else (id(frame), frame.f_lasti)
+        is_inside = False
+        while frame is not None:
+            in_torch = frame.f_code.co_filename.endswith(_COLLECTIVES_FILE)
+            if (
+                is_inside
+                and not in_torch
+                and inner is not None
+                and not frame.f_code.co_filename.endswith(_WRAPPERS_FILE)
+            ):
+                return (f"{frame.f_code.co_filename}:{frame.f_lineno}", *inner)
+            is_inside = is_inside or in_torch
+            frame = frame.f_back
+        return None
 
 
-def _frames_of_threads() -> dict[int, FrameType]:
-    """What each thread is at, without a garbage collection on the way.
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage is collected as long as the context lasts: for a look at another thread's frames.
 
-    The interpreter (3.11.7 at least) holds its lock on threads meanwhile. A collection may free a tensor, which lets
-    other threads run; one of them that ends waits for that lock, and no thread goes on.
+    A collection may free a tensor, which lets other threads run. In the middle of such a look, the interpreter (3.11.7
+    at least) is not ready for that: a thread that ends waits for its lock on threads, and no thread goes on; a frame
+    that ends is used after that.
     """
     with _COLLECTION_OFF:
         was_on = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            yield
         finally:
             if was_on:
                 gc.enable()

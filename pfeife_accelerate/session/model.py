@@ -371,8 +371,9 @@ class PipelinedModel:
         with ExitStack() as stack:
             on_stage_done: _OnStageDone = None
             if announcement.run in (Run.PLANNED, Run.BACKWARD):
-                collecting = self.gradients.collecting(call, self.session, announcement, program)
-                on_stage_done = stack.enter_context(collecting)
+                on_stage_done = stack.enter_context(
+                    self.gradients.collecting(call, self.session, announcement, program)
+                )
             if announcement.run in (Run.PLANNED, Run.FORWARD):
                 stack.enter_context(as_the_first_time(call, self.placement.placed_buffers))
             yield on_stage_done

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.local
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_no_garbage_is_collected_while_the_interpreter_holds_its_lock_on_threads(monkeypatch, is_on: bool):
+def test_no_garbage_is_collected_while_another_threads_frames_are_looked_at(monkeypatch, is_on: bool):
     was_on, during = gc.isenabled(), []
     current_frames = sys._current_frames
 
