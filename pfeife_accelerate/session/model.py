@@ -6,11 +6,11 @@ Reads top to bottom like a step: `__call__` captures and returns deferred output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
 from pfeife_accelerate.runtime.microbatch import divide
-from pfeife_accelerate.runtime.step import RankProgram, StepState
+from pfeife_accelerate.runtime.step import OnStageDone, RankProgram, StepState
 from pfeife_accelerate.session import caveats
 from pfeife_accelerate.session.buffers import as_the_first_time
 from pfeife_accelerate.session.call import Call, Progress, lonely_training_call
@@ -53,8 +53,6 @@ from pfeife_accelerate.session.unpipelined import CaptureGate
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.lifecycle import Session
-
-_OnStageDone: TypeAlias = Callable[[int], None] | None
 
 
 class PipelinedModel:
@@ -366,17 +364,17 @@ class PipelinedModel:
         self._end(call, announcement, is_right)
 
     @contextmanager
-    def _surroundings(self, call: Call, announcement: Announcement, program: RankProgram) -> Iterator[_OnStageDone]:
+    def _surroundings(
+        self, call: Call, announcement: Announcement, program: RankProgram
+    ) -> Iterator[OnStageDone | None]:
         """Around a schedule: where gradients go, and the buffers that it is to find."""
         with ExitStack() as stack:
-            on_stage_done: _OnStageDone = None
+            done: OnStageDone | None = None
             if announcement.run in (Run.PLANNED, Run.BACKWARD):
-                on_stage_done = stack.enter_context(
-                    self.gradients.collecting(call, self.session, announcement, program)
-                )
+                done = stack.enter_context(self.gradients.collecting(call, self.session, announcement, program))
             if announcement.run in (Run.PLANNED, Run.FORWARD):
                 stack.enter_context(as_the_first_time(call, self.placement.placed_buffers))
-            yield on_stage_done
+            yield done
 
     def _end(self, call: Call, announcement: Announcement, is_right: bool) -> None:
         call.has_run = True
