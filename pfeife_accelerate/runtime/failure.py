@@ -9,13 +9,15 @@ a word, as seen by the others).
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn, final
 
@@ -33,6 +35,7 @@ _WATCH_EVERY_S = 0.5
 # A collective without the ended rank may take its time.
 _COLLECTIVES_TAKE = 3
 _COLLECTIVES_FILE = os.path.join("torch", "distributed", "distributed_c10d.py")
+_COLLECTION_OFF = threading.Lock()
 _WRAPPERS_FILE = os.path.join("torch", "distributed", "c10d_logger.py")
 
 
@@ -254,16 +257,40 @@ def _is_communication_error(error: BaseException) -> bool:
 
 def _collective_of_main_thread() -> tuple[str, int, int] | None:
     """Where the main thread is inside a collective of torch.distributed: source line, frame, instruction; or None."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    inner = None if frame is None else (id(frame), frame.f_lasti)
-    is_inside = False
-    while frame is not None:
-        in_torch = frame.f_code.co_filename.endswith(_COLLECTIVES_FILE)
-        if is_inside and not in_torch and inner is not None and not frame.f_code.co_filename.endswith(_WRAPPERS_FILE):
-            return (f"{frame.f_code.co_filename}:{frame.f_lineno}", *inner)
-        is_inside = is_inside or in_torch
-        frame = frame.f_back
-    return None
+    with _without_collection():
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        inner = None if frame is None else (id(frame), frame.f_lasti)
+        is_inside = False
+        while frame is not None:
+            in_torch = frame.f_code.co_filename.endswith(_COLLECTIVES_FILE)
+            if (
+                is_inside
+                and not in_torch
+                and inner is not None
+                and not frame.f_code.co_filename.endswith(_WRAPPERS_FILE)
+            ):
+                return (f"{frame.f_code.co_filename}:{frame.f_lineno}", *inner)
+            is_inside = is_inside or in_torch
+            frame = frame.f_back
+        return None
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage is collected as long as the context lasts: for a look at another thread's frames.
+
+    A collection may free a tensor, which lets other threads run. In the middle of such a look, the interpreter (3.11.7
+    at least) is not ready for that: a thread that ends waits for its lock on threads, and no thread goes on; a frame
+    that ends is used after that.
+    """
+    with _COLLECTION_OFF:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                gc.enable()
 
 
 def _say(line: str) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from pfeife_accelerate.ir.actions import Action
 from pfeife_accelerate.ir.program import StageProgram, ValueInfo
 from pfeife_accelerate.runtime.microbatch import Microbatch
+
+#: Told each stage whose parameters get no more gradients in this step.
+OnStageDone: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ class StepInputs:
     loss: LossStage | None = None
     keep: Callable[[str], bool] = lambda _name: False
     gradients: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    on_stage_done: Callable[[int], None] | None = None
+    on_stage_done: OnStageDone | None = None
 
 
 class StepState:

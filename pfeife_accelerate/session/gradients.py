@@ -7,14 +7,14 @@ waits for them already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from pfeife_accelerate.ir.program import InputKind
-from pfeife_accelerate.runtime.step import RankProgram
+from pfeife_accelerate.runtime.step import OnStageDone, RankProgram
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.replicas import ReplicaMeans
@@ -35,7 +35,7 @@ class GradientBook:
     @contextmanager
     def collecting(
         self, call: Call, session: Session, announcement: Announcement, program: RankProgram
-    ) -> Iterator[Callable[[int], None]]:
+    ) -> Iterator[OnStageDone]:
         """Around a schedule with backwards: then `.grad` is whole, or `call.held_gradients` if the script has not
         asked for this backward yet, or if its result may have to be dropped (a guess, a loss on trial).
 

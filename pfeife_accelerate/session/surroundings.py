@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from pfeife_accelerate.runtime.step import RankProgram
+from pfeife_accelerate.runtime.step import OnStageDone, RankProgram
 from pfeife_accelerate.session.buffers import as_the_first_time
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.conductor import Announcement
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @contextmanager
 def surroundings(
     model: PipelinedModel, call: Call, announcement: Announcement, program: RankProgram
-) -> Iterator[Callable[[int], None] | None]:
+) -> Iterator[OnStageDone | None]:
     """Around a schedule; gives what is to be told when a stage has run its last backward."""
     with ExitStack() as stack:
-        on_stage_done = None
+        on_stage_done: OnStageDone | None = None
         if announcement.run in (Run.PLANNED, Run.BACKWARD):
             on_stage_done = stack.enter_context(model.gradients.collecting(call, model.session, announcement, program))
         if announcement.run in (Run.PLANNED, Run.FORWARD):

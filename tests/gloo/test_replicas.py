@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 folder, world_rank = sys.argv[1], int(os.environ["RANK"])
 events = []  # backwards of stages, and the starts of sums over pipelines
@@ -52,16 +52,18 @@ def note_events():
 if "PFEIFE_NUM_MICROBATCHES" in os.environ:
     note_events()
 
+
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, norm=True):
         super().__init__()
         # No bias before BatchNorm: its gradient is mere rounding, which AdamW blows up.
         into = nn.Linear(6, 24, bias=False)
-        self.first = nn.Sequential(into, nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
+        norm = nn.BatchNorm1d(24) if norm else nn.Identity()
+        self.first = nn.Sequential(into, norm, nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
         self.last = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))
 
-    def forward(self, x):
-        return self.last(self.first(x))
+    def forward(self, x, skip=False):
+        return self.last(self.first[:3](x) if skip else self.first(x))
 
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
@@ -70,7 +72,9 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, number):
         return torch.sin(torch.arange(6) * (number + 1.0)), number % 4, number
 
-accelerator = Accelerator(gradient_accumulation_steps=2)
+is_plain = "PFEIFE_NUM_MICROBATCHES" not in os.environ
+unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+accelerator = Accelerator(gradient_accumulation_steps=2, kwargs_handlers=[unused] if is_plain else [])
 facts = dict(
     world_rank=world_rank, num_processes=accelerator.num_processes, index=accelerator.process_index,
     is_main=accelerator.is_main_process, steps=[], gradients=[], rates=[], events=[],
@@ -85,7 +89,7 @@ eval_loader = torch.utils.data.DataLoader(Samples(), batch_size=4)
 model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
     model, optimizer, loader, eval_loader, scheduler)
 
-def gradients():
+def gradients(model=model):
     held = ((name.removeprefix("module."), p.grad) for name, p in model.named_parameters() if not p.is_meta)
     return {name: grad.norm().item() for name, grad in held if grad is not None}
 
@@ -119,6 +123,36 @@ accelerator.gradient_state._set_sync_gradients(True)
 accelerator.backward(F.cross_entropy(model(x), y))
 facts["synchronised"] = gradients()
 optimizer.zero_grad()
+
+# Backwards that differ between the pipelines, and such that take several schedules.
+torch.manual_seed(0 if world_rank == 0 else 100 + world_rank)
+other = Net(norm=False)
+other.last[0].weight = other.first[3].weight  # on both ranks
+other = accelerator.prepare(other)
+scale = nn.Parameter(torch.ones(()))
+is_first = accelerator.process_index == 0
+
+def read(wanted):
+    outputs = other(x)
+    if wanted:
+        float(outputs.sum())
+    return F.cross_entropy(outputs, y)
+
+CASES = dict(
+    usual=lambda: read(False),
+    unused_in_one=lambda: F.cross_entropy(other(x, skip=is_first), y),
+    read_before=lambda: read(True),
+    read_before_in_one=lambda: read(is_first),
+    two_calls=lambda: read(False) + other(-x).square().mean(),
+    trainable_loss=lambda: read(False) * scale,
+)
+facts["cases"] = {}
+for name, loss in CASES.items():
+    events.clear()
+    accelerator.backward(loss())
+    facts["cases"][name] = dict(gradients=gradients(other), events=list(events))
+    for p in other.parameters():
+        p.grad = None
 
 model.eval()
 counted, predicted = [], []
@@ -183,6 +217,8 @@ def assert_like(fact, reference):
         assert_gradients(step, other)
     for key in ("unsynchronised", "synchronised"):
         assert_gradients(fact[key], reference[key])
+    for name, case in fact["cases"].items():
+        assert_gradients(case["gradients"], reference["cases"][name]["gradients"])
     assert fact["counted"] == reference["counted"]
     assert sorted(fact["counted"]) == list(range(22))
     assert fact["predicted"] == pytest.approx(reference["predicted"], rel=1e-4, abs=1e-4)
@@ -206,3 +242,12 @@ def assert_means_start_between_backwards(fact):
             assert events == [backwards[0], "mean", backwards[1], "mean"]
         else:
             assert events == backwards
+    for name, case in fact["cases"].items():
+        assert case["events"].count("mean") == 3  # of two stages, and of the parameter tied to the other rank's
+        if not name.startswith("read_before"):  # there, the schedule may have run before the backward
+            assert is_early(case["events"]) is (name in ("usual", "unused_in_one")), name
+
+
+def is_early(events):
+    """Whether a mean has started before the last backward of the rank."""
+    return any(event != "mean" for event in events[events.index("mean") :])

@@ -12,6 +12,8 @@ from pfeife_accelerate.runtime.local_transport import LocalTransport
 from pfeife_accelerate.session.placement import Placement
 from pfeife_accelerate.session.tied import TiedSums
 
+pytestmark = pytest.mark.local
+
 GRADIENTS = {0: {"both": 1.0, "outer": 10.0}, 1: {"both": 2.0}, 2: {"outer": None}}
 STAGES = {"both": (0, 1), "outer": (0, 2), "own": (1,)}
 
