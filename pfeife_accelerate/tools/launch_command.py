@@ -5,6 +5,7 @@ Models: local processes. Ignores: what the script does.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 import yaml
 
-from pfeife_accelerate.config import SECTION
+from pfeife_accelerate.config import SECTION, PfeifePlugin, export, overlay
 from pfeife_accelerate.errors import PfeifeError
 
-__all__ = ["check_paths", "launch_command"]
+__all__ = ["check_paths", "run_script"]
 
 
 def check_paths(script: Path, config: Path | None, out: Path, *, where: str) -> None:
@@ -26,13 +27,26 @@ def check_paths(script: Path, config: Path | None, out: Path, *, where: str) -> 
             raise PfeifeError(id="PF234", what=f"the {what} {path} does not exist", where=where)
 
 
-def launch_command(
+def run_script(
+    script: Path,
+    arguments: Sequence[str],
+    wanted: PfeifePlugin,
+    config: Path | None,
+    num_processes: int | None,
+    folder: Path,
+) -> int:
+    """Run the script with these options over those of the environment; gives its exit code.
+
+    Without a configuration, as many local processes as there are GPUs, or two. `folder` is for files that this needs.
+    """
+    export(overlay(wanted, PfeifePlugin.from_environment()))
+    command = _launch_command(script, arguments, config, num_processes, folder)
+    return subprocess.run(command, check=False).returncode
+
+
+def _launch_command(
     script: Path, arguments: Sequence[str], config: Path | None, num_processes: int | None, folder: Path
 ) -> list[str]:
-    """The launcher's command line; without a configuration, as many local processes as there are GPUs, or two.
-
-    `folder` is for files that the command needs.
-    """
     if config is None:
         gpus = torch.cuda.device_count()
         config = folder / "config.yaml"

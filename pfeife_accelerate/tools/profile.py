@@ -9,7 +9,6 @@ Ignores: what the script does after that call.
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pfeife_accelerate.config import PfeifePlugin, export, overlay
+from pfeife_accelerate.config import PfeifePlugin
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostGraph, Machine, read_cost_file, write_cost_file
 from pfeife_accelerate.session.measuring import measured
-from pfeife_accelerate.tools.launch_command import check_paths, launch_command
+from pfeife_accelerate.tools.launch_command import check_paths, run_script
 from pfeife_accelerate.tools.models import ModelledModel, ModelOptions, resolve
 from pfeife_accelerate.tools.plan_request import DTYPES
 
@@ -52,9 +51,7 @@ def profile(
     with tempfile.TemporaryDirectory(prefix="pfeife-profile-") as folder:
         made = Path(folder) / out.name
         wanted = PfeifePlugin(profile_file=str(made), on_capture_failure="error")
-        export(overlay(wanted, PfeifePlugin.from_environment()))
-        command = launch_command(script, arguments, config, num_processes, Path(folder))
-        code = subprocess.run(command, check=False).returncode
+        code = run_script(script, arguments, wanted, config, num_processes, Path(folder))
         if code != 0:
             return code
         if not made.exists():

@@ -7,7 +7,6 @@ option first. Models: one pipeline. Ignores: what the script does between its st
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,15 +47,13 @@ def trace_script(
     Raises: PfeifeError PF234 for files that are not there, PF235 if no step was recorded.
     """
     # Imported here: a file is shown without torch.
-    from pfeife_accelerate.config import PfeifePlugin, export, overlay
-    from pfeife_accelerate.tools.launch_command import check_paths, launch_command
+    from pfeife_accelerate.config import PfeifePlugin
+    from pfeife_accelerate.tools.launch_command import check_paths, run_script
 
     check_paths(script, config, out, where="pfeife trace")
     with tempfile.TemporaryDirectory(prefix="pfeife-trace-") as folder:
         made = Path(folder) / "trace.json"
-        export(overlay(PfeifePlugin(trace=str(made)), PfeifePlugin.from_environment()))
-        command = launch_command(script, arguments, config, num_processes, Path(folder))
-        code = subprocess.run(command, check=False).returncode
+        code = run_script(script, arguments, PfeifePlugin(trace=str(made)), config, num_processes, Path(folder))
         if code != 0:
             return code
         if not made.exists():
