@@ -21,7 +21,7 @@ def connect(mesh: PipelineMesh, store: dist.Store, device: torch.device) -> Abst
     """Between the ranks of this process's pipeline; every rank of the launch calls it, once."""
     group, size = mesh.pipeline_group, mesh.pipeline_size
     distributed = DistributedTransport(group, device, mesh.pipeline_reverse_group)
-    if not distributed.is_tagged:
+    if distributed.needs_order:
         return distributed
     prefix = f"pfeife/hosts/{mesh.pipeline_index}"
     links = connect_host(store, prefix, mesh.rank, size, group_timeout(group))

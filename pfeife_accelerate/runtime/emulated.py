@@ -23,7 +23,7 @@ from pfeife_accelerate.runtime.arrivals import TimedReceive
 from pfeife_accelerate.runtime.microbatch import Microbatch, divide
 from pfeife_accelerate.runtime.moments import Mark
 from pfeife_accelerate.runtime.step import MessageValues, MicrobatchInputs, RankProgram, StepInputs
-from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive
+from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive, WrappingTransport
 from pfeife_accelerate.schedule import Messages
 
 __all__ = ["EmulatedDevice", "EmulatedTransport", "Speeds", "emulated_inputs", "emulated_program", "sends_s"]
@@ -32,7 +32,6 @@ _DTYPE = torch.float64  # an element holds a moment exactly enough
 _LOSS = "loss"
 
 #: The argument in which an executor that splits backwards gives a stage the list of what it puts off.
-_PUT_OFF = InputKind.__members__.get("LATER")
 #: What a backward puts off: the gradients of parameters.
 Later: TypeAlias = "list[Callable[[], None]]"
 
@@ -78,35 +77,15 @@ class EmulatedDevice:
 
 
 @final
-class EmulatedTransport(AbstractTransport):
+class EmulatedTransport(WrappingTransport):
     """Over another transport between ranks of one host; each tensor takes along the moment when it is to be there."""
 
     def __init__(self, inner: AbstractTransport, device: EmulatedDevice, seconds: Sequence[float]) -> None:
         """`seconds` that each send takes, in the order of the sends."""
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
         self._seconds = iter(seconds)
         self._free_s: dict[int, float] = {}
-
-    @property
-    def rank(self) -> int:
-        """The own rank."""
-        return self._inner.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return self._inner.num_ranks
-
-    @property
-    def waiting_for(self) -> int | None:
-        """The rank for which a blocking call waits at this moment."""
-        return self._inner.waiting_for
-
-    @property
-    def needs_order(self) -> bool:
-        """Whether messages are matched by order."""
-        return self._inner.needs_order
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return; the message leaves when the link has carried those before it."""
@@ -119,14 +98,6 @@ class EmulatedTransport(AbstractTransport):
     ) -> PendingReceive:
         """Announce a receive and return."""
         return _EmulatedReceive(self._device, self._inner.post_receive((2,), _DTYPE, device, peer, tag))
-
-    def flush(self) -> None:
-        """Block until all own sends have completed."""
-        self._inner.flush()
-
-    def abort(self, reason: str) -> None:
-        """Make later and blocked calls raise."""
-        self._inner.abort(reason)
 
 
 @final
@@ -221,10 +192,10 @@ def emulated_program(
             num_outputs=len(outputs),
         )
         inputs = [StageInput(kind=InputKind.MODEL_INPUT, name="anchor")]
-        if is_split and _PUT_OFF is not None:
-            inputs.insert(0, StageInput(kind=_PUT_OFF, name="later"))
+        if is_split:
+            inputs.insert(0, StageInput(kind=InputKind.LATER, name="later"))
         inputs += (StageInput(kind=InputKind.VALUE, name=_name(m.route)) for m in read[stage])
-        run = work.put_off if is_split and _PUT_OFF is not None else work
+        run = work.put_off if is_split else work
         return StageProgram(index=stage, run=run, inputs=tuple(inputs), outputs=outputs)
 
     own = lowered.stages_of(rank)

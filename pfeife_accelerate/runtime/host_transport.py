@@ -21,6 +21,7 @@ from pfeife_accelerate.runtime.moments import Mark
 from pfeife_accelerate.runtime.transport import (
     AbstractTransport,
     PendingReceive,
+    RankTransport,
     aborted,
     as_bytes,
     described,
@@ -61,30 +62,13 @@ class _Peer:
 
 
 @final
-class HostTransport(AbstractTransport):
+class HostTransport(RankTransport):
     """Between ranks that share a host; `links` has all that this one talks to."""
 
     def __init__(self, rank: int, num_ranks: int, links: Mapping[int, HostLink]) -> None:
-        self._rank = rank
-        self._num_ranks = num_ranks
+        super().__init__(rank, num_ranks)
         self._peers = {peer: _Peer(peer, link) for peer, link in links.items()}
-        self._waiting_for: int | None = None
         self._abort_reason: str | None = None
-
-    @property
-    def rank(self) -> int:
-        """The own rank."""
-        return self._rank
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return self._num_ranks
-
-    @property
-    def waiting_for(self) -> int | None:
-        """The rank for which a blocking call waits at this moment."""
-        return self._waiting_for
 
     @property
     def needs_order(self) -> bool:

@@ -17,7 +17,7 @@ from typing import final
 import torch
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.runtime.transport import AbstractTransport, PendingReceive, aborted, described
+from pfeife_accelerate.runtime.transport import PendingReceive, RankTransport, aborted, described
 
 __all__ = ["LocalTransport"]
 
@@ -64,35 +64,18 @@ class _Exchange:
 
 
 @final
-class LocalTransport(AbstractTransport):
+class LocalTransport(RankTransport):
     """Between threads of one process, with the rules of a real one: a send completes when its receive is posted."""
 
     def __init__(self, rank: int, num_ranks: int, exchange: _Exchange) -> None:
-        self._rank = rank
-        self._num_ranks = num_ranks
+        super().__init__(rank, num_ranks)
         self._exchange = exchange
-        self._waiting_for: int | None = None
 
     @classmethod
     def make(cls, num_ranks: int, timeout_s: float = 60.0, check_pair_order: bool = False) -> list[LocalTransport]:
         """One transport a rank. `check_pair_order` refuses what a backend without tags could not carry."""
         exchange = _Exchange(timeout_s, check_pair_order)
         return [cls(rank, num_ranks, exchange) for rank in range(num_ranks)]
-
-    @property
-    def rank(self) -> int:
-        """The own rank."""
-        return self._rank
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return self._num_ranks
-
-    @property
-    def waiting_for(self) -> int | None:
-        """The rank for which a blocking call waits at this moment."""
-        return self._waiting_for
 
     @property
     def needs_order(self) -> bool:

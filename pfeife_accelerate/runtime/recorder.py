@@ -15,7 +15,12 @@ from pfeife_accelerate.ir.actions import Action
 from pfeife_accelerate.ir.record import ClockFit, RankRecord
 from pfeife_accelerate.runtime.arrivals import Taken, TimedReceive, Watchers, noted_in_stream
 from pfeife_accelerate.runtime.moments import Mark, Moments, moments_of
-from pfeife_accelerate.runtime.transport import AbstractTransport, DistributedReceive, PendingReceive
+from pfeife_accelerate.runtime.transport import (
+    AbstractTransport,
+    DistributedReceive,
+    PendingReceive,
+    WrappingTransport,
+)
 
 __all__ = ["Recorder"]
 
@@ -82,13 +87,13 @@ class Recorder:
 
 
 @final
-class _RecordingTransport(AbstractTransport):
+class _RecordingTransport(WrappingTransport):
     """Passes everything on, and notes when; what it noted belongs to the action that the executor ends next."""
 
     def __init__(
         self, inner: AbstractTransport, moments: Moments, device: torch.device, *, waits_in_stream: bool
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._moments = moments
         self._device = device
         self._streams: dict[int, torch.cuda.Stream] | None = {} if waits_in_stream else None
@@ -99,22 +104,6 @@ class _RecordingTransport(AbstractTransport):
         self.has_sent = False
         self.posted: list[TimedReceive] = []
         self.waits: list[tuple[Mark, Mark]] = []
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._inner.num_ranks
-
-    @property
-    def waiting_for(self) -> int | None:
-        return self._inner.waiting_for
-
-    @property
-    def needs_order(self) -> bool:
-        return self._inner.needs_order
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         self.has_sent = True
@@ -139,12 +128,6 @@ class _RecordingTransport(AbstractTransport):
         if peer not in self._streams:
             self._streams[peer] = torch.cuda.Stream(self._device)
         return noted_in_stream(receive, self._streams[peer], self._moments)
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def abort(self, reason: str) -> None:
-        self._inner.abort(reason)
 
     def close(self) -> None:
         self._watchers.close()

@@ -70,38 +70,13 @@ class AbstractTransport(ABC):
         """Make later calls raise with this reason, and blocked ones where the backend can."""
 
 
-@final
-class DistributedTransport(AbstractTransport):
-    """Over a process group of torch.distributed, as raw bytes so that every dtype works.
+class RankTransport(AbstractTransport):
+    """A transport that carries tensors itself: it knows its rank, and notes for whom it waits."""
 
-    With gloo, messages are matched by tag. With nccl, they are matched by order: the caller sends and posts receives
-    in equal order for each (sender, receiver). There, both directions between two ranks share one stream, and two
-    sends that meet would wait for each other: `reverse_group`, a second group of the same ranks, carries what goes to
-    a lower rank.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, reverse_group: dist.ProcessGroup | None = None
-    ) -> None:
-        self._group = group
-        self._reverse_group = group if reverse_group is None else reverse_group
-        self._rank = dist.get_rank(group)
-        self._num_ranks = dist.get_world_size(group)
-        self._tagged = _backend_for(group, device) == "gloo"
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._waiting_for: int | None = None
-        self._abort_reason: str | None = None
-        self._sent: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
-        self._outboxes: dict[int, Outbox] = {}
-
-    @property
-    def is_tagged(self) -> bool:
-        """Whether messages are matched by tag, through the host's memory (gloo), and not by order."""
-        return self._tagged
-
-    @property
-    def needs_order(self) -> bool:
-        """Whether messages are matched by order."""
-        return not self._tagged
 
     @property
     def rank(self) -> int:
@@ -117,6 +92,68 @@ class DistributedTransport(AbstractTransport):
     def waiting_for(self) -> int | None:
         """The rank for which a blocking call waits at this moment."""
         return self._waiting_for
+
+
+class WrappingTransport(AbstractTransport):
+    """Over another transport, which carries the tensors; sends and receives are changed or watched on the way."""
+
+    def __init__(self, inner: AbstractTransport) -> None:
+        self._inner = inner
+
+    @property
+    def rank(self) -> int:
+        """The own rank."""
+        return self._inner.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self._inner.num_ranks
+
+    @property
+    def waiting_for(self) -> int | None:
+        """The rank for which a blocking call waits at this moment."""
+        return self._inner.waiting_for
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether messages are matched by order."""
+        return self._inner.needs_order
+
+    def flush(self) -> None:
+        """Block until all own sends have completed."""
+        self._inner.flush()
+
+    def abort(self, reason: str) -> None:
+        """Make later calls raise with this reason, and blocked ones where the backend can."""
+        self._inner.abort(reason)
+
+
+@final
+class DistributedTransport(RankTransport):
+    """Over a process group of torch.distributed, as raw bytes so that every dtype works.
+
+    With gloo, messages are matched by tag. With nccl, they are matched by order: the caller sends and posts receives
+    in equal order for each (sender, receiver). There, both directions between two ranks share one stream, and two
+    sends that meet would wait for each other: `reverse_group`, a second group of the same ranks, carries what goes to
+    a lower rank.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, reverse_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+        self._reverse_group = group if reverse_group is None else reverse_group
+        self._tagged = _backend_for(group, device) == "gloo"
+        self._abort_reason: str | None = None
+        self._sent: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
+        self._outboxes: dict[int, Outbox] = {}
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether messages are matched by order (nccl), and not by tag, through the host's memory (gloo)."""
+        return not self._tagged
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return."""

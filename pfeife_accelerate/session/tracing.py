@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pfeife_accelerate.config import PfeifePlugin
-from pfeife_accelerate.cost.link_profile import backend_of
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.codec import decode, encode
 from pfeife_accelerate.ir.files import write_whole
@@ -100,8 +99,9 @@ class Tracing:
 
     def _start(self) -> tuple[Recorder, ClockReading]:
         if self._recorder is None:
-            in_stream = backend_of(self._mesh.pipeline_group, self._device) == "nccl"
-            self._recorder = Recorder(self._executor.transport, self._device, waits_in_stream=in_stream)
+            transport = self._executor.transport
+            # What matches messages by order (nccl) waits for them in a stream.
+            self._recorder = Recorder(transport, self._device, waits_in_stream=transport.needs_order)
         before = self._read_clock()
         self._recorder.begin()
         return self._recorder, before
