@@ -1,10 +1,9 @@
 """Time each distinct operation once, alone, on the device.
 
-Models: forward; backward with the gradient of parameters added to what is there, as from the second micro-batch on;
-storages kept for the backward, each counted once, at the first operation of the graph that keeps it; on CUDA the
-temporary memory of an operation, which includes the gradients it makes.
-Ignores: cold caches between operations, the sum of gradients where a value has several readers, temporary memory on
-CPU, and what lies behind the model's parameters and the call's inputs: both are there anyway and count as kept by none.
+Models: the times of its trial; storages kept for the backward, each counted once, at the first operation of the graph
+that keeps it; on CUDA the temporary memory of an operation, which includes the gradients it makes.
+Ignores: the sum of gradients where a value has several readers, temporary memory on CPU, and what lies behind the
+model's parameters and the call's inputs: both are there anyway and count as kept by none.
 """
 
 from __future__ import annotations
@@ -14,28 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from statistics import median
-from typing import Any
 
 import torch
 
-from pfeife_accelerate.compat import storage_id
 from pfeife_accelerate.cost.calibration import calibrated
 from pfeife_accelerate.cost.hardware import device_spec
+from pfeife_accelerate.cost.op_trial import OpTrial, engine_s
 from pfeife_accelerate.cost.roofline import estimate, flops, moved_bytes, saves
 from pfeife_accelerate.ir import CostOrigin, DeviceSpec, OpCost
-from pfeife_accelerate.ir.costs import MeasurableOp, OperandRole, PreparedOp
+from pfeife_accelerate.ir.costs import MeasurableOp, OperandRole
 from pfeife_accelerate.log import get_logger
 
 __all__ = ["OpProfile", "measure"]
 
 _LOG = get_logger(__name__)
 _FREE = OpCost(forward_s=0.0, origin=CostOrigin.MEASURED)
-_LEAST_SAMPLE_S = 1e-4  # an operation shorter than this is run several times between two looks at the clock
-_MOST_CALLS = 16
-_SLOW_S = 0.05  # from here on one run more is enough, and from ten times that the first run is
-_LEAST_BACKWARD_S = 5e-7
 _FLOPS_PER_BYTE = 10.0  # weighs computing against moving when the longest operations are wanted first
 
 
@@ -82,7 +74,7 @@ def measure(
             tell(number, len(new))
             if time.perf_counter() < end_s:
                 try:
-                    overhead_s = _engine_s(device) if overhead_s is None else overhead_s
+                    overhead_s = engine_s(device) if overhead_s is None else overhead_s
                     known[op.key] = _measured(op, device, repeats, overhead_s)
                     continue
                 except Exception as failure:  # made-up data may be refused in any way
@@ -175,160 +167,17 @@ def _modelled(op: MeasurableOp, spec: DeviceSpec) -> OpProfile:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One operation
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _measured(op: MeasurableOp, device: torch.device, repeats: int, overhead_s: float) -> OpProfile:
-    prepared = op.prepare()
-    with op.context():
-        forward_s = _forward_s(op, prepared, device, repeats)
-    prepared = op.prepare() if op.is_inplace else prepared
-    before = _reset_peak(device)
-    packed: list[torch.Tensor] = []
-    with op.context(), torch.autograd.graph.saved_tensors_hooks(partial(_pack, packed), _unpack):
-        result = prepared.run()
-    outputs = list(_tensors(result))
-    workspace_bytes = _peak_over(device, before, outputs)
-    keeps_read, keeps_written, other_bytes = _kept(prepared, outputs, len(op.writes), packed)
-    input_s, weight_s, backward_workspace = _backward_s(op, prepared, outputs, device, repeats, overhead_s)
+    trial = OpTrial(op, device, repeats=repeats, overhead_s=overhead_s)
     return OpProfile(
-        forward_s=forward_s,
-        backward_input_s=input_s,
-        backward_weight_s=weight_s,
-        keeps_read=keeps_read,
-        keeps_written=keeps_written,
-        kept_other_bytes=other_bytes,
-        workspace_bytes=max(workspace_bytes, backward_workspace),
+        forward_s=trial.forward_s,
+        backward_input_s=trial.backward_input_s,
+        backward_weight_s=trial.backward_weight_s,
+        keeps_read=trial.keeps_read,
+        keeps_written=trial.keeps_written,
+        kept_other_bytes=trial.kept_other_bytes,
+        workspace_bytes=trial.workspace_bytes,
     )
-
-
-def _pack(packed: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    packed.append(tensor.detach())
-    return tensor
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _kept(
-    prepared: PreparedOp, outputs: Sequence[torch.Tensor], num_writes: int, packed: Sequence[torch.Tensor]
-) -> tuple[tuple[bool, ...], tuple[bool, ...], int]:
-    """Which operands the backward keeps, and the bytes of other storages that it keeps."""
-    kept = {storage_id(t): t.untyped_storage().nbytes() for t in packed}
-    reads = tuple(storage_id(t) for t in prepared.reads)
-    writes = tuple(storage_id(t) for t in outputs)
-    other_bytes = sum(size for storage, size in kept.items() if storage not in {*reads, *writes})
-    keeps_written = [storage in kept for storage in writes][:num_writes]
-    keeps_written += [False] * (num_writes - len(keeps_written))
-    return tuple(storage in kept for storage in reads), tuple(keeps_written), other_bytes
-
-
-def _backward_s(
-    op: MeasurableOp,
-    prepared: PreparedOp,
-    outputs: Sequence[torch.Tensor],
-    device: torch.device,
-    repeats: int,
-    overhead_s: float,
-) -> tuple[float, float, int]:
-    """Seconds for the gradients of values, further seconds for those of parameters, and temporary bytes."""
-    roots = [t for t in outputs if t.requires_grad]
-    if not roots:
-        return 0.0, 0.0, 0
-    leaves = list(zip(op.reads, prepared.reads, strict=True))
-    values = [t for o, t in leaves if t.requires_grad and t.is_leaf and o.role is not OperandRole.STATE]
-    weights = [t for o, t in leaves if t.requires_grad and t.is_leaf and o.role is OperandRole.STATE]
-    gradients = [torch.ones_like(t) for t in roots]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-
-    def run(wanted: list[torch.Tensor]) -> Callable[[], None]:
-        def backward() -> None:
-            for value in values:
-                value.grad = None
-            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=wanted)
-
-        return backward
-
-    before = _reset_peak(device)
-    wanted = values + weights
-    all_s = _corrected(_timed(run(wanted), device, repeats), overhead_s) if wanted else 0.0
-    workspace_bytes = _peak_over(device, before, ())
-    if not values or not weights:
-        return (all_s, 0.0, workspace_bytes) if values else (0.0, all_s, workspace_bytes)
-    input_s = min(_corrected(_timed(run(values), device, repeats), overhead_s), all_s)
-    return input_s, all_s - input_s, workspace_bytes
-
-
-def _corrected(seconds: float, overhead_s: float) -> float:
-    """A backward of its own costs more than as one of many: without what an empty one costs."""
-    return max(seconds - overhead_s, _LEAST_BACKWARD_S)
-
-
-def _engine_s(device: torch.device) -> float:
-    """Seconds that a backward takes which computes nothing."""
-    leaf = torch.zeros(1, device=device, requires_grad=True)
-    root, gradient = leaf.view(1), torch.ones(1, device=device)
-    return _timed(lambda: torch.autograd.grad(root, root, gradient, retain_graph=True), device, 9)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Clock and memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _forward_s(op: MeasurableOp, prepared: PreparedOp, device: torch.device, repeats: int) -> float:
-    """Median seconds of a forward. An operation that changes its input runs once on each preparation."""
-    if not op.is_inplace:
-        return _timed(prepared.run, device, repeats)
-    _sample_s(prepared.run, device, calls=1)
-    return median(_sample_s(op.prepare().run, device, calls=1) for _ in range(max(repeats, 1)))
-
-
-def _timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Median seconds of one run, after one to warm up; fewer and fewer repeats for what takes long."""
-    first_s = _sample_s(run, device, calls=1)
-    if first_s > 10 * _SLOW_S and device.type != "cuda":  # there the first run may have loaded a library
-        return first_s
-    again_s = _sample_s(run, device, calls=1)
-    if again_s > _SLOW_S:
-        return again_s
-    calls = min(_MOST_CALLS, max(1, round(_LEAST_SAMPLE_S / max(again_s, 1e-9))))
-    return median(_sample_s(run, device, calls) for _ in range(max(repeats, 1)))
-
-
-def _sample_s(run: Callable[[], Any], device: torch.device, calls: int) -> float:
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        torch.cuda.synchronize(device)
-        return float(start.elapsed_time(end)) * 1e-3 / calls
-    began_s = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - began_s) / calls
-
-
-def _reset_peak(device: torch.device) -> int:
-    """Bytes allocated now, with the peak starting anew from here."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return int(torch.cuda.memory_allocated(device))
-
-
-def _peak_over(device: torch.device, before: int, outputs: Sequence[torch.Tensor]) -> int:
-    if device.type != "cuda":
-        return 0
-    made = {storage_id(t): t.untyped_storage().nbytes() for t in outputs}
-    return max(0, int(torch.cuda.max_memory_allocated(device)) - before - sum(made.values()))
 
 
 @contextmanager
@@ -343,14 +192,3 @@ def _clean_slate(device: torch.device) -> Iterator[None]:
             torch.cuda.synchronize(device)
             yield
             torch.cuda.empty_cache()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

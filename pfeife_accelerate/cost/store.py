@@ -33,7 +33,7 @@ _LOG = get_logger(__name__)
 T = TypeVar("T")
 
 #: Changes when the meaning of entries or of their keys does.
-FORMAT: Final = 1
+FORMAT: Final = 2
 _LOCK_WAIT_S = 2.0
 
 

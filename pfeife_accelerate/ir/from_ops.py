@@ -20,6 +20,10 @@ __all__ = ["DEFAULT_STATE_COPIES", "cost_graph_of"]
 #: Parameter, gradient and the two states of the Adam family.
 DEFAULT_STATE_COPIES = 4
 _LOSS_COPIES = 2
+# How often a loss such as a cross entropy reads and writes its results: a slice, a softmax in float32, the terms of the
+# labels; backward, the gradients of these and the sum of them.
+_LOSS_FORWARD_MOVES = 4
+_LOSS_BACKWARD_MOVES = 8
 
 
 def cost_graph_of(
@@ -29,24 +33,26 @@ def cost_graph_of(
     *,
     name: str = "model",
     copied: Collection[int] = (),
+    bytes_per_s: float = math.inf,
 ) -> CostGraph:
     """The planner's graph of `graph`.
 
     `state` gives for a parameter's name (any of a tied group) the bytes of parameter, gradient and optimizer state
     together and the seconds of its optimizer step. What it does not name takes `DEFAULT_STATE_COPIES` of its bytes if
     it wants a gradient, itself alone (a frozen parameter, a buffer) if not, and no time. `copied` are operations whose
-    value is not sent, since each reading stage computes it anew, in a time that does not count.
+    value is not sent, since each reading stage computes it anew, in a time that does not count. `bytes_per_s` is how
+    fast the device moves memory: what a loss outside the model takes, by the size of the results it reads.
     """
     if len(costs.ops) != len(graph.nodes):
         raise InternalError(id="PF154", what=f"{len(costs.ops)} costs for a graph of {len(graph.nodes)} operations")
-    uses, kept = _uses(graph, state or {}), _kept_by_loss(graph)
+    uses, read = _uses(graph, state or {}), _read_by_loss(graph)
     nodes = tuple(
         CostNode(
             op=node.target,
-            forward_s=cost.forward_s,
-            backward_input_s=cost.backward_input_s,
+            forward_s=cost.forward_s + _LOSS_FORWARD_MOVES * read.get(node.index, 0) / bytes_per_s,
+            backward_input_s=cost.backward_input_s + _LOSS_BACKWARD_MOVES * read.get(node.index, 0) / bytes_per_s,
             backward_weight_s=cost.backward_weight_s,
-            saved_bytes=cost.saved_bytes + kept.get(node.index, 0),
+            saved_bytes=cost.saved_bytes + _LOSS_COPIES * read.get(node.index, 0),
             workspace_bytes=cost.workspace_bytes,
             params=tuple(dict.fromkeys(uses[param] for param in node.params)),
             cut_allowed=node.cut_allowed,
@@ -58,14 +64,15 @@ def cost_graph_of(
     return CostGraph(name=name, nodes=nodes, values=values, fingerprint=graph.fingerprint)
 
 
-def _kept_by_loss(graph: OpGraph) -> dict[int, int]:
-    """Bytes that a loss outside the model keeps of the results it reads, by the operation that makes them: the result,
-    and what the loss is made of, as a softmax of it. A model that gives a single number has its loss inside.
+def _read_by_loss(graph: OpGraph) -> dict[int, int]:
+    """Bytes of the results that a loss outside the model reads, by the operation that makes them.
+
+    It keeps them, and what it is made of, as a softmax of them. A model that gives a single number has its loss inside.
     """
     results = [node for node in graph.nodes if node.name in graph.outputs and node.gradient_bytes]
     if any(math.prod(spec.shape) == 1 for node in results for spec in node.outputs):
         return {}
-    return {node.index: _LOSS_COPIES * node.gradient_bytes for node in results}
+    return {node.index: node.gradient_bytes for node in results}
 
 
 def _values(node: OpNode, readers: tuple[int, ...]) -> list[CostValue]:

@@ -75,7 +75,8 @@ def new_plan(
         ops = graph_of(call, number)
         costs = measured_costs(plugin, call, rows_of(call, number), device, budget_s=budget_s)
         copied = worth_copying(call.graph, ops, costs, links_used)
-        graphs[number] = ops, cost_graph_of(ops, costs, kept, copied=copied), copied
+        bytes_per_s = machine.device_of(0).bytes_per_s
+        graphs[number] = ops, cost_graph_of(ops, costs, kept, copied=copied, bytes_per_s=bytes_per_s), copied
         return plan_for(number, "quick")
 
     def plan_for(number: int, effort: str, most_bytes: int | None = None) -> PipelinePlan:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pfeife_accelerate.capture.copied import copyable
 from pfeife_accelerate.config import PfeifePlugin, cache_folder
+from pfeife_accelerate.cost.store import FORMAT
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import DeviceSpec, PipelinePlan, from_json, to_json
 from pfeife_accelerate.runtime.mesh import PipelineMesh
@@ -97,6 +98,7 @@ def _question(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "package": version("pfeife_accelerate"),
+        "costs": FORMAT,
     }
 
 

@@ -33,8 +33,10 @@ def profile_and_leave(model: PipelinedModel, call: Call, file: str) -> NoReturn:
         graph = to_op_graph(call.graph, call.micro_bindings(rows))
         costs = measured_costs(plugin, call, rows, model.device)
         machine = machine_here(mesh, model.device, links)
-        state = training_state(session.optimizers.known, model.capture.states(), machine.device_of(0))
+        device = machine.device_of(0)
+        state = training_state(session.optimizers.known, model.capture.states(), device)
         name = type(model.module).__name__
-        write_cost_file(Path(file), cost_graph_of(graph, costs, state, name=name), machine)
+        costed = cost_graph_of(graph, costs, state, name=name, bytes_per_s=device.bytes_per_s)
+        write_cost_file(Path(file), costed, machine)
     lifecycle.stop()
     raise SystemExit(0)

@@ -6,6 +6,7 @@ import gc
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -194,12 +195,31 @@ def refused(*_):
     raise RuntimeError("not with made-up data")
 
 
+def test_the_copies_that_take_turns_are_larger_than_a_core_s_caches():
+    """Weights that a step reads once lie in no cache when it comes to them."""
+    state = operand(1024, 1024, storage=2, role=OperandRole.STATE)
+    used = []
+
+    def layer(value, weight):
+        used.append((weight.data_ptr(), weight.numel() * weight.element_size()))
+        return torch.nn.functional.linear(value, weight)
+
+    one = op("linear", layer, (operand(64, 1024), state), (operand(64, 1024, storage=3),))
+    measure([one], CPU)
+    turns = used[2:]  # the first keeps track of what is kept, the second warms up
+    assert len(set(turns)) > 3 and sum(size for _, size in set(turns)) > 16 << 20
+    assert all(one[0] != other[0] for one, other in pairwise(turns)), "never the same twice in a row"
+
+
 def test_equal_keys_are_measured_once():
     prepared = []
     one = linear()
     counted = replace(one, prepare=lambda: prepared.append(1) or one.prepare())
+    measure([counted], CPU)
+    alone = len(prepared)
+    prepared.clear()
     costs = measure([counted, None, counted], CPU)
-    assert len(prepared) == 1
+    assert len(prepared) == alone > 0
     assert costs[0].forward_s == costs[2].forward_s > 0
     assert costs[1].forward_s == costs[1].backward_s == 0
 

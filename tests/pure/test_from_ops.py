@@ -104,6 +104,14 @@ def test_a_model_that_gives_its_loss_leaves_nothing_to_a_loss_outside():
     assert [node.saved_bytes for node in inside.nodes] == [0] * 4
 
 
+def test_a_loss_outside_takes_time_by_the_size_of_what_it_reads():
+    graph, costs = tied_graph(), CostTable(ops=tuple(OpCost(forward_s=1.0, backward_input_s=1.0) for _ in range(4)))
+    nodes = cost_graph_of(graph, costs, bytes_per_s=VALUE.num_bytes).nodes
+    assert [node.forward_s for node in nodes[:3]] == [1.0] * 3 and nodes[3].forward_s > 3.0
+    assert nodes[3].backward_input_s - 1.0 > nodes[3].forward_s - 1.0
+    assert cost_graph_of(graph, costs).nodes[3].forward_s == 1.0, "with nothing known of the device"
+
+
 def test_costs_of_another_graph_are_refused():
     with pytest.raises(InternalError, match="PF154 1 costs for a graph of 4 operations"):
         cost_graph_of(tied_graph(), CostTable(ops=(OpCost(forward_s=1.0),)))

@@ -87,7 +87,7 @@ class ModelledModel:
             for name, value in self._states.items()
             if value.requires_grad
         }
-        return cost_graph_of(self.op_graph(rows), table, state, name=self.name)
+        return cost_graph_of(self.op_graph(rows), table, state, name=self.name, bytes_per_s=spec.bytes_per_s)
 
     def _bindings(self, rows: int) -> dict[Any, int]:
         batch_symbols = self._call.graph.batch_symbols
