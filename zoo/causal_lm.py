@@ -48,6 +48,6 @@ def causal_lm_loss(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
 
 
 def byte_tokenizer(source: str | None = None) -> Any:
-    """Bytes as tokens: 256 of them, three special ones and 125 spare ones; needs no file."""
+    """Bytes, three special tokens and 125 spare ones; needs no file."""
     transformers = library("transformers")
     return transformers.AutoTokenizer.from_pretrained(source) if source else transformers.ByT5Tokenizer()

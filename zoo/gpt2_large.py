@@ -18,6 +18,7 @@ _HUB: Final = "openai-community/gpt2-large"
 
 
 def _tokenizer(source: str | None = None) -> Any:
+    """GPT2's own, from the hub or a folder."""
     return library("transformers").AutoTokenizer.from_pretrained(source or _HUB)
 
 

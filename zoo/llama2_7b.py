@@ -17,6 +17,7 @@ _HUB: Final = "meta-llama/Llama-2-7b-hf"
 
 
 def _tokenizer(source: str | None = None) -> Any:
+    """Llama 2's own, from the hub behind the same licence or from a folder."""
     return library("transformers").AutoTokenizer.from_pretrained(source or _HUB)
 
 

@@ -67,7 +67,7 @@ def _loss(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
 
 
 def _tokenizers(source: str | None = None) -> tuple[Any, Any]:
-    """Those of the two text encoders."""
+    """Those of the two text encoders, from the hub or a folder."""
     tokenizer = library("transformers").AutoTokenizer
     where = source or _HUB
     return (
@@ -77,11 +77,12 @@ def _tokenizers(source: str | None = None) -> tuple[Any, Any]:
 
 
 def _transform() -> Callable[[Any], Tensor]:
-    """For the VAE."""
+    """1024x1024 pixels between -1 and 1, for the VAE."""
     return square(_PIXELS * (SDXL_UNET.size.resolution or 0))
 
 
 def _tiny_transform() -> Callable[[Any], Tensor]:
+    """128x128 pixels between -1 and 1, for a VAE."""
     return square(_PIXELS * (SDXL_UNET_TINY.size.resolution or 0))
 
 

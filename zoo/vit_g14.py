@@ -50,14 +50,14 @@ def _loss(logits: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
 
 
 def _transform() -> Callable[[Any], Tensor]:
-    """As the public weights were trained."""
+    """224x224 pixels, cropped and normalised as the public weights were trained."""
     timm = library("timm")
     known = timm.get_pretrained_cfg(VIT_G14.config["architecture"]).to_dict()
     return in_rgb([timm.data.create_transform(**timm.data.resolve_data_config(known), is_training=False)])
 
 
 def _digits_transform() -> Callable[[Any], Tensor]:
-    """Digits of 8x8 grow to what the tiny model takes."""
+    """28x28 pixels between -1 and 1; digits of 8x8 grow."""
     assert VIT_G14_TINY.size.resolution is not None
     return square(VIT_G14_TINY.size.resolution)
 
