@@ -22,6 +22,7 @@ __all__ = [
     "SECTION",
     "PfeifePlugin",
     "cache_folder",
+    "child_environment",
     "default_variable",
     "export",
     "flag",
@@ -43,6 +44,17 @@ ON_LOSS_MISMATCH: Final = ("fallback", "error")
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _COUNT: Final = {"kind": "count", "minimum": 1}
+#: What launchers tell a process about its place.
+_LAUNCHED: Final = (
+    PREFIX,
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "MASTER_",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +227,12 @@ def export(plugin: PfeifePlugin) -> None:
     for variable in section_variables():
         del os.environ[variable]
     os.environ.update(plugin.to_environment())
+
+
+def child_environment(plugin: PfeifePlugin | None, variables: Mapping[str, str]) -> dict[str, str]:
+    """For a process that is no part of this one's launch: what this one has, `plugin`'s options, these variables."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHED)}
+    return {**kept, **(plugin.to_environment() if plugin is not None else {}), **variables}
 
 
 def cache_folder(plugin: PfeifePlugin) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import pfeife_accelerate
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.tools.plan_request import DTYPES, add_arguments
+from pfeife_accelerate.tools.zoo_arguments import add_zoo_arguments
 
 __all__ = ["main"]
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(commands.add_parser("plan", help="plan a model or a cost graph for a machine"))
     _add_profile(commands)
     _add_trace(commands)
+    add_zoo_arguments(commands.add_parser("zoo", help="models to try: list, show, plan and measure them"))
     options = parser.parse_args(arguments)
     try:
         return _run(options)
@@ -109,6 +111,10 @@ def _run(options: argparse.Namespace) -> int:
                 num_processes=options.processes,
                 perfetto=options.perfetto,
             )
+        case "zoo":
+            from pfeife_accelerate.tools.zoo import zoo
+
+            return zoo(options)
         case _:
             raise AssertionError(options.command)
 

@@ -23,13 +23,13 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _OF_MODELS = ("machine", "batch", "dtype", "seq", "resolution", "replicas", "ranks_per_host", "overrides")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `pfeife plan`."""
+def add_arguments(parser: argparse.ArgumentParser, *, is_complete: bool = True) -> None:
+    """The arguments of `pfeife plan`; unless `is_complete`, somebody fills in what is missing."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="zoo name, preset, timm name, transformers:NAME, "
                         "diffusers:NAME, or a config.json (file or folder)")  # fmt: skip
     parser.add_argument("--graph", metavar="FILE", help="a cost graph, .json or .json.gz, instead of a model")
     parser.add_argument("--machine", metavar="NAME", help="what to plan a model for, such as a100-40gb")
-    parser.add_argument("--ranks", type=int, required=True, metavar="D", help="devices in all")
+    parser.add_argument("--ranks", type=int, required=is_complete, metavar="D", help="devices in all")
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="devices of one host (8)")
     parser.add_argument(
         "--microbatches", type=int, metavar="M", help="pieces of the batch; several are tried if not given"
