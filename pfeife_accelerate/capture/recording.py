@@ -23,6 +23,7 @@ from pfeife_accelerate.capture.outcomes import (
     new_fake,
     outcome_of,
 )
+from pfeife_accelerate.capture.readable import Handle
 from pfeife_accelerate.capture.records import Operation, PipelinedCall, Record, value_of
 from pfeife_accelerate.capture.script import script_line
 from pfeife_accelerate.capture.torch_functions import mapped
@@ -61,7 +62,7 @@ class Memory:
 class Deferred(torch.Tensor):
     """The part of `DeferredTensor` that recording needs."""
 
-    record: Record
+    handle: Handle
     memory: Memory | None
     """What it shares with its views, or with the tensor it is a view of; None if it has never had one."""
     steps: tuple[ViewStep, ...]
@@ -71,8 +72,17 @@ class Deferred(torch.Tensor):
     def make(cls, record: Record) -> Any:
         """A deferred tensor for a record."""
         tensor: Deferred = make_wrapper(cls, record.fake)
-        tensor.record, tensor.memory, tensor.steps = record, None, ()
+        tensor.handle, tensor.memory, tensor.steps = Handle(record), None, ()
         return tensor
+
+    @property
+    def record(self) -> Record:
+        """What it stands for."""
+        return self.handle.record
+
+    @record.setter
+    def record(self, record: Record) -> None:
+        self.handle.record = record
 
 
 def resolved(structure: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
 
@@ -17,12 +18,14 @@ import torch
 from pfeife_accelerate.capture.deferred import DeferredTensor, Leaf, Record
 from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.inputs import InputLink
+from pfeife_accelerate.capture.readable import readable_values
 from pfeife_accelerate.capture.split import StagedGraph, value_info
 from pfeife_accelerate.compat import expression_of
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.program import ValueInfo
 from pfeife_accelerate.runtime import microbatch
 from pfeife_accelerate.runtime.step import StepInputs, StepState
+from pfeife_accelerate.session.call_values import CallValues
 
 if TYPE_CHECKING:
     from pfeife_accelerate.session.guess import Guess
@@ -61,8 +64,7 @@ class Call:
         self._versions = versions
         self.progress = Progress.PENDING
         self.state: StepState | None = None
-        self.values: dict[str, torch.Tensor] = {}
-        """Whole-batch values that this rank holds for the scripts to read."""
+        self.values = CallValues()
         self.scalars: list[float] | None = None
         """The loss and the other one-element values of its expression, once the loss rank has sent them."""
         self.held_gradients: dict[int, dict[str, torch.Tensor | None]] = {}
@@ -71,8 +73,6 @@ class Call:
         """Gradients of the arguments in `links`, by index, after a backward."""
         self._leaves: WeakValueDictionary[str, Leaf] = WeakValueDictionary()
         """Leaves that the script can still reach."""
-        self._losses: list[ref[Record]] = []
-        self._behind_losses: frozenset[str] = frozenset()
         self._spared: frozenset[str] = frozenset()
         self.has_run = False
         """Whether a forward has run: every rank's script has made the call."""
@@ -170,16 +170,9 @@ class Call:
         """Whether the script may still read a value: deferred tensors refer to it, and not only by known scalars."""
         return name in self._leaves and name not in self._spared
 
-    def note_losses(self, losses: Iterable[Any], read: Iterable[str]) -> None:
-        """The model's own losses, as given to the script, and the values behind them, which the script never sees."""
-        self._losses = [ref(loss.record) for loss in losses if isinstance(loss, DeferredTensor)]
-        self._behind_losses = frozenset(read)
-
     def spare(self, known: Iterable[Record]) -> None:
         """These scalars will be known after the step: what the script can reach through them alone need not be kept."""
-        records = {id(record) for record in known}
-        alive = [record for reference in self._losses if (record := reference()) is not None]
-        self._spared = self._behind_losses if all(id(record) in records for record in alive) else frozenset()
+        self._spared = frozenset(self._leaves) - readable_values(self, list(known))
 
     def reachable(self) -> tuple[str, ...]:
         """Values that the script's deferred tensors still refer to."""
@@ -198,13 +191,16 @@ class Call:
         self.state = None
         self.inputs = replace(self.inputs, microbatches=())
 
-    def whole(self, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The whole-batch value from the micro-batches' values."""
-        dim = self.graph.batch_dim(self.graph.node_of[name].meta["example_value"])
-        ordered = [parts[i] for i in sorted(parts)]
-        if dim is None:
-            return ordered[0]
-        return microbatch.whole(ordered, dim, [data.rows for data in self.inputs.microbatches])
+    def keep(self, kept: Mapping[str, Mapping[int, torch.Tensor]]) -> None:
+        """Hold the micro-batches' values for whoever reads the whole batch's."""
+        microbatches = [data.rows for data in self.inputs.microbatches]
+        for name, parts in kept.items():
+            dim = self.graph.batch_dim(self.graph.node_of[name].meta["example_value"])
+            ordered = [parts[i] for i in sorted(parts)]
+            if dim is None:
+                self.values[name] = ordered[0]
+            else:
+                self.values.keep_parts(name, partial(microbatch.whole, ordered, dim, microbatches))
 
 
 def _second_backward() -> PfeifeError:

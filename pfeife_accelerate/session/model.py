@@ -355,7 +355,8 @@ class PipelinedModel:
         inputs = replace(call.inputs, loss=loss, gradients=output_gradients(call, gradients or {}))
         with surroundings(self, call, announcement, program) as on_stage_done:
             self.session.execute(self, run, program, replace(inputs, on_stage_done=on_stage_done), call.state)
-        self._keep(call, call.state.kept)
+        call.keep(call.state.kept)
+        call.state.kept.clear()
         is_right = True
         if run in (Run.PLANNED, Run.BACKWARD):
             share_input_gradients(self.session, call)
@@ -376,10 +377,6 @@ class PipelinedModel:
             call.release()
             self.conductor.finished(call)
         self.session.tick()
-
-    def _keep(self, call: Call, kept: dict[str, dict[int, torch.Tensor]]) -> None:
-        call.values.update({name: call.whole(name, parts) for name, parts in kept.items()})
-        kept.clear()
 
 
 def _call_of(leaf: Leaf) -> Call:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from pfeife_accelerate.capture.deferred import DeferredTensor
 from pfeife_accelerate.capture.model_capture import CapturedCall, replay_tail
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.session.call import Call
@@ -20,15 +19,7 @@ def deferred_outputs(call: Call) -> Callable[[int], Any]:
     """Output by number, in training."""
     graph = call.graph
     outputs = set(graph.results()) & graph.tail
-    behind: set[str] = set()
-
-    def leaf(name: str) -> DeferredTensor:
-        behind.add(name)
-        return call.deferred(name)
-
-    tail = replay_tail(graph, call.arguments, call.bindings, leaf) if outputs else {}
-    behind -= {node.name for node in graph.results() if node not in graph.tail}
-    call.note_losses([tail[node] for node in outputs], behind)
+    tail = replay_tail(graph, call.arguments, call.bindings, call.deferred) if outputs else {}
 
     def output(index: int) -> Any:
         node = graph.outputs[index]
