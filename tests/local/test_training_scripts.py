@@ -1,0 +1,271 @@
+"""The training scripts in one process: their data, their configurations, and the loop that compares these."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+
+from tests.launching import run_command
+
+pytestmark = [pytest.mark.local, pytest.mark.timeout(200)]
+
+FOLDER = Path(__file__).parents[2] / "training_scripts"
+CONFIGS = FOLDER / "configs"
+SMALL = {
+    "train_vit.py": ("--train_batch_size=4", "--lr_warmup_steps=1"),
+    "train_llama.py": ("--train_batch_size=2", "--block_size=16", "--lr_warmup_steps=1"),
+}
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"training_scripts_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+common, compare, generate = (load(FOLDER / name) for name in ("common.py", "compare.py", "configs/generate.py"))
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+def test_configuration_files_are_what_the_generator_writes():
+    wanted = {f"{name}.yaml": generate.text(name, options) for name, options in generate.configurations().items()}
+    assert {path.name: path.read_text() for path in CONFIGS.glob("*.yaml")} == wanted
+    engines = ("ddp", "fsdp2", "zero2", "zero3", "pfeife")
+    gpu = {f"{e}_gpu{n}_{p}" for e in engines for n in (2, 4, 8) for p in ("fp16", "fp32")}
+    assert set(generate.configurations()) == gpu | {"plain_cpu", "ddp_cpu2", "pfeife_cpu2", "pfeife_cpu3"}
+
+
+def test_accelerate_reads_every_configuration(tmp_path):
+    script = tmp_path / "read.py"
+    script.write_text(
+        "import os, sys\n"
+        "import torch\n"
+        "from accelerate.commands.config.config_args import load_config_from_file\n"
+        "for path in sys.argv[1:]:\n"
+        "    config = load_config_from_file(path)\n"
+        "    pipeline = os.environ.pop('PFEIFE_ENABLED', 'false')\n"
+        "    for name in [name for name in os.environ if name.startswith('PFEIFE_')]:\n"
+        "        del os.environ[name]\n"
+        "    print(config.distributed_type.value, config.num_processes, config.mixed_precision, pipeline)\n"
+    )
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    result = run_command([sys.executable, str(script), *map(str, paths)], env={"PYTHONPATH": _pythonpath()}).check()
+    for path, line in zip(paths, result.stdout.splitlines(), strict=True):
+        options = yaml.safe_load(path.read_text())
+        distributed_type, num_processes, precision, pipeline = line.split()
+        # A pipeline of CPU processes is started by the launcher for GPUs.
+        started_as = {"MULTI_CPU": "MULTI_GPU"}.get(options["distributed_type"], options["distributed_type"])
+        assert distributed_type == started_as and int(num_processes) == options["num_processes"]
+        assert precision == options["mixed_precision"] and (pipeline == "true") == path.stem.startswith("pfeife")
+
+
+def _pythonpath() -> str | None:
+    return os.environ.get("PYTHONPATH")
+
+
+# -- the scripts -------------------------------------------------------------------------------------------------------
+
+
+OFFLINE = """
+import runpy, socket, sys
+def refuse(host, *args, **kwargs):
+    raise AssertionError(f"looks up {host}")
+socket.getaddrinfo = refuse
+sys.argv = sys.argv[1:]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_offline(script: str, folder: Path, *arguments: str) -> list[dict]:
+    """The records of a run that is not told to be offline, and may not look up any host."""
+    wrapper = folder / "offline.py"
+    wrapper.write_text(OFFLINE)
+    command = [sys.executable, str(wrapper), str(FOLDER / script), f"--output_dir={folder / 'out'}"]
+    command += ["--max_train_steps=2", "--max_eval_samples=4", *SMALL[script], *arguments]
+    run_command(command, env={"HF_HUB_OFFLINE": None}).check()
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_images_of_a_local_folder_are_classified(tmp_path):
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for label in ("cat", "dog", "fish"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for number in range(6):
+            pixels = torch.randint(0, 256, (40, 30, 3), dtype=torch.uint8, generator=generator)
+            Image.fromarray(pixels.numpy()).save(tmp_path / "images" / label / f"{number}.png")
+    records = run_offline("train_vit.py", tmp_path, f"--train_dir={tmp_path / 'images'}")
+    assert [record["kind"] for record in records] == ["step", "step", "eval", "summary"]
+    from safetensors.torch import load_file
+
+    assert load_file(tmp_path / "out" / "model" / "model.safetensors")["head.weight"].shape[0] == 3
+
+
+def test_text_files_of_a_local_folder_and_local_weights_are_trained_on(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"This is text number {number}.\nIt has two lines.\n")
+    first = run_offline("train_llama.py", tmp_path, f"--train_dir={tmp_path / 'texts'}")
+    saved = tmp_path / "again"
+    saved.mkdir()
+    pretrained = (f"--pretrained={tmp_path / 'out' / 'model'}", f"--train_dir={tmp_path / 'texts'}")
+    second = run_offline("train_llama.py", saved, *pretrained)
+    assert [record["kind"] for record in first] == ["step", "step", "eval", "summary"]
+    # It goes on from what the first run has learnt.
+    assert second[0]["loss"] < first[0]["loss"] - 0.05
+
+
+def test_scripts_refuse_what_cannot_be_meant(tmp_path):
+    (tmp_path / "checkpoints" / "checkpoint_10").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "checkpoint_9").mkdir()
+    assert [path.name for path in common.checkpoints(tmp_path)] == ["checkpoint_9", "checkpoint_10"]
+    for arguments, message in (
+        (
+            ["--report_to=tensorbored"],
+            "--report_to tensorbored: this tracker is unknown or its package is not installed",
+        ),
+        (["--checkpointing_steps=2"], "has checkpoints: --resume_from_checkpoint latest, or another --output_dir"),
+        (
+            ["--gradient_accumulation_steps=3"],
+            "--train_batch_size 4 cannot be divided among 1 processes x 3 accumulation",
+        ),
+        (["--model=vit-g15"], "--model vit-g15"),
+    ):
+        command = [sys.executable, str(FOLDER / "train_vit.py"), f"--output_dir={tmp_path}", *SMALL["train_vit.py"]]
+        result = run_command([*command, *arguments], fresh=False)
+        assert result.returncode and message in result.stderr, result.report()
+
+
+# -- what the scripts share --------------------------------------------------------------------------------------------
+
+
+def _arguments(**changed: object):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    common.add_training_arguments(parser, **changed)
+    return parser.parse_args([])
+
+
+def test_biases_norms_and_frozen_parameters_do_not_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 2))
+    model[0].weight.requires_grad_(False)
+    optimizer = common.make_optimizer(model, _arguments(weight_decay=0.5))
+    groups = [(group["weight_decay"], [tuple(p.shape) for p in group["params"]]) for group in optimizer.param_groups]
+    assert groups == [(0.5, [(2, 3)]), (0.0, [(3,), (3,), (3,), (2,)])]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25, 0]),
+        ("constant", [0, 0.5, 1, 1, 1, 1, 1]),
+        ("cosine", [0, 0.5, 1, None, 0.5, None, 0]),
+    ],
+)
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_the_learning_rate_warms_up_and_ends_at_zero_for_any_number_of_processes(name, wanted, num_processes):
+    class Processes:
+        """What the schedule wants to know of an accelerator."""
+
+    Processes.num_processes = num_processes
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    args = _arguments(lr_scheduler=name, lr_warmup_steps=2)
+    scheduler = common.make_scheduler(optimizer, args, Processes, num_steps=6)
+    rates = []
+    for _ in range(7):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        for _ in range(num_processes):
+            scheduler.step()
+    for rate, value in zip(rates, wanted, strict=True):
+        assert value is None or rate == pytest.approx(value, abs=1e-9)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_without_its_engine_is_named_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    absent: set[str] = set()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
+    absent |= {"deepspeed", "pfeife_accelerate"}
+    reasons = {name: compare.missing(CONFIGS / f"{name}.yaml", o) for name, o in generate.configurations().items()}
+    assert reasons["plain_cpu"] is reasons["ddp_cpu2"] is reasons["ddp_gpu4_fp16"] is reasons["fsdp2_gpu2_fp32"] is None
+    assert reasons["fsdp2_gpu8_fp16"] == "needs 8 CUDA devices, there are 4"
+    assert reasons["zero3_gpu2_fp16"] == "deepspeed is not installed"
+    assert reasons["pfeife_cpu2"] == reasons["pfeife_gpu2_fp16"] == "pfeife_accelerate is not installed"
+
+
+FAKE = """
+import json, sys, time
+folder = sys.argv[-1]
+kind = sys.argv[1]
+if kind == "fails":
+    raise RuntimeError("no such thing")
+if kind == "large":
+    raise MemoryError("CUDA out of memory. Tried to allocate 4 GiB")
+if kind == "hangs":
+    time.sleep(60)
+run = int(folder[-1])
+with open(folder + "/metrics.jsonl", "w") as file:
+    for step in (1, 2):
+        print(json.dumps({"kind": "step", "step": step, "loss": 2.0 / step}), file=file)
+    summary = {"items_per_s": [10.0, 30.0, 11.0][run], "tokens_per_s": None, "peak_memory_bytes": [5, 2**30]}
+    print(json.dumps({"kind": "summary", **summary}), file=file)
+"""
+
+
+def run_compare(folder: Path, *arguments: str, kind: str):
+    script = folder / "fake.py"
+    script.write_text(FAKE)
+    out = folder / kind
+    command = [sys.executable, str(FOLDER / "compare.py"), str(script), "--out", str(out), *arguments, "--", kind]
+    result = run_command(command)
+    return result, json.loads((out / "compare.json").read_text())["rows"]
+
+
+def test_repeats_take_turns_and_medians_are_quoted(tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text((CONFIGS / "plain_cpu.yaml").read_text())
+    result, rows = run_compare(tmp_path, "--configs", "plain_cpu", str(other), "--repeats=3", kind="works")
+    result.check()
+    order = [line.split(",")[0] for line in result.stdout.splitlines() if line.endswith("...")]
+    assert order == ["plain_cpu", "other"] * 3
+    for row in rows:
+        assert (row["items_per_s"], row["relative_speed"], row["tokens_per_s"]) == (11, 1, None)
+        assert (row["peak_memory_bytes"], row["last_loss"], row["loss_difference"]) == (2**30, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [("fails", "failed, see ", 1), ("large", "out of memory", 0), ("hangs", "took longer than 12 s", 1)],
+)
+def test_a_run_that_fails_is_a_line_of_the_table(kind, status, code, tmp_path):
+    result, (row,) = run_compare(tmp_path, "--configs", "plain_cpu", "--timeout=12", kind=kind)
+    assert result.returncode == code and row["status"].startswith(status), result.report()
+    assert status in result.stdout
+    if kind == "fails":
+        assert "no such thing" in Path(row["status"].removeprefix(status)).read_text()
+
+
+def test_loss_curves_are_compared_where_both_have_a_step():
+    assert compare.largest_difference({1: 2.0, 2: 1.1, 3: 9.0}, {1: 2.0, 2: 1.0}) == pytest.approx(0.1)
+    assert compare.largest_difference({}, {1: 2.0}) is None
