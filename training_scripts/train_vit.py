@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import set_seed
 from common import (
-    MODEL_CONFIGS,
     Progress,
     RunLog,
     add_training_arguments,
@@ -132,11 +131,11 @@ def make_datasets(args, train_rows, eval_rows, model):
 
 
 def build_model(args, num_classes):
-    if Path(args.model).is_dir() or (MODEL_CONFIGS / args.model).is_dir():
+    if timm.is_model(args.model) or ":" in args.model:  # "hf_hub:...", "local-dir:..."
+        name, model_args = args.model, {}
+    else:
         config = json.loads((model_config_folder(args.model) / "config.json").read_text())
         name, model_args = config["architecture"], config["model_args"]
-    else:
-        name, model_args = args.model, {}
     if isinstance(args.pretrained, str):
         model_args = {**model_args, "checkpoint_path": args.pretrained}
     model = timm.create_model(name, **{**model_args, "num_classes": num_classes}, pretrained=args.pretrained is True)

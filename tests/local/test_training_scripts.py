@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -130,33 +132,38 @@ def test_text_files_of_a_local_folder_and_local_weights_are_trained_on(tmp_path)
     assert second[0]["loss"] < first[0]["loss"] - 0.05
 
 
-def test_scripts_refuse_what_cannot_be_meant(tmp_path):
+def test_scripts_refuse_what_cannot_be_meant(tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints" / "checkpoint_10").mkdir(parents=True)
     (tmp_path / "checkpoints" / "checkpoint_9").mkdir()
     assert [path.name for path in common.checkpoints(tmp_path)] == ["checkpoint_9", "checkpoint_10"]
-    for arguments, message in (
-        (
-            ["--report_to=tensorbored"],
-            "--report_to tensorbored: this tracker is unknown or its package is not installed",
-        ),
-        (["--checkpointing_steps=2"], "has checkpoints: --resume_from_checkpoint latest, or another --output_dir"),
-        (
-            ["--gradient_accumulation_steps=3"],
-            "--train_batch_size 4 cannot be divided among 1 processes x 3 accumulation",
-        ),
-        (["--model=vit-g15"], "--model vit-g15"),
-    ):
-        command = [sys.executable, str(FOLDER / "train_vit.py"), f"--output_dir={tmp_path}", *SMALL["train_vit.py"]]
-        result = run_command([*command, *arguments], fresh=False)
-        assert result.returncode and message in result.stderr, result.report()
+    unknown = "--report_to tensorbored: this tracker is unknown or its package is not installed"
+    mixed = f"{tmp_path} has checkpoints: --resume_from_checkpoint latest, or another --output_dir"
+    for argument, message in (("--report_to=tensorbored", unknown), ("--checkpointing_steps=2", mixed)):
+        monkeypatch.setattr(sys, "argv", ["train.py", f"--output_dir={tmp_path}", argument])
+        parser = argparse.ArgumentParser()
+        common.add_training_arguments(parser)
+        with pytest.raises(SystemExit):
+            common.parse_arguments(parser)
+        assert message in capsys.readouterr().err
+    args = _arguments(train_batch_size=8, gradient_accumulation_steps=2)
+    assert common.batch_size_per_process(args, Processes(2)) == 2
+    with pytest.raises(SystemExit, match="--train_batch_size 8 cannot be divided among 3 processes x 2 accumulation"):
+        common.batch_size_per_process(args, Processes(3))
+    with pytest.raises(SystemExit, match=r"--model vit-g15: no such folder .* vit-g14, vit-g14-tiny"):
+        common.model_config_folder("vit-g15")
 
 
 # -- what the scripts share --------------------------------------------------------------------------------------------
 
 
-def _arguments(**changed: object):
-    import argparse
+@dataclass(frozen=True)
+class Processes:
+    """What the helpers want to know of an accelerator."""
 
+    num_processes: int
+
+
+def _arguments(**changed: object):
     parser = argparse.ArgumentParser()
     common.add_training_arguments(parser, **changed)
     return parser.parse_args([])
@@ -180,13 +187,9 @@ def test_biases_norms_and_frozen_parameters_do_not_decay():
 )
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_the_learning_rate_warms_up_and_ends_at_zero_for_any_number_of_processes(name, wanted, num_processes):
-    class Processes:
-        """What the schedule wants to know of an accelerator."""
-
-    Processes.num_processes = num_processes
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     args = _arguments(lr_scheduler=name, lr_warmup_steps=2)
-    scheduler = common.make_scheduler(optimizer, args, Processes, num_steps=6)
+    scheduler = common.make_scheduler(optimizer, args, Processes(num_processes), num_steps=6)
     rates = []
     for _ in range(7):
         rates.append(scheduler.get_last_lr()[0])
@@ -214,55 +217,53 @@ def test_a_configuration_without_its_engine_is_named_with_the_reason(monkeypatch
     assert reasons["pfeife_cpu2"] == reasons["pfeife_gpu2_fp16"] == "pfeife_accelerate is not installed"
 
 
-FAKE = """
-import json, sys, time
-folder = sys.argv[-1]
-kind = sys.argv[1]
-if kind == "fails":
-    raise RuntimeError("no such thing")
-if kind == "large":
-    raise MemoryError("CUDA out of memory. Tried to allocate 4 GiB")
-if kind == "hangs":
-    time.sleep(60)
-run = int(folder[-1])
-with open(folder + "/metrics.jsonl", "w") as file:
-    for step in (1, 2):
-        print(json.dumps({"kind": "step", "step": step, "loss": 2.0 / step}), file=file)
-    summary = {"items_per_s": [10.0, 30.0, 11.0][run], "tokens_per_s": None, "peak_memory_bytes": [5, 2**30]}
-    print(json.dumps({"kind": "summary", **summary}), file=file)
-"""
-
-
-def run_compare(folder: Path, *arguments: str, kind: str):
-    script = folder / "fake.py"
-    script.write_text(FAKE)
-    out = folder / kind
-    command = [sys.executable, str(FOLDER / "compare.py"), str(script), "--out", str(out), *arguments, "--", kind]
-    result = run_command(command)
-    return result, json.loads((out / "compare.json").read_text())["rows"]
-
-
-def test_repeats_take_turns_and_medians_are_quoted(tmp_path):
+def test_repeats_take_turns_and_medians_are_quoted(tmp_path, monkeypatch, capsys):
     other = tmp_path / "other.yaml"
     other.write_text((CONFIGS / "plain_cpu.yaml").read_text())
-    result, rows = run_compare(tmp_path, "--configs", "plain_cpu", str(other), "--repeats=3", kind="works")
-    result.check()
-    order = [line.split(",")[0] for line in result.stdout.splitlines() if line.endswith("...")]
+    speeds = {"plain_cpu": [10.0, 30.0, 11.0], "other": [5.0, 5.5, 90.0]}
+    order = []
+
+    def run(path, options, script, script_args, folder, timeout):
+        order.append(path.stem)
+        assert (script, script_args, timeout) == (Path("train.py"), ["--lr=1"], None)
+        summary = {"items_per_s": speeds[path.stem][int(folder.name)], "tokens_per_s": None}
+        records = [{"kind": "step", "step": step, "loss": 2.0 / step} for step in (1, 2)]
+        records += [{"kind": "summary", "peak_memory_bytes": [5, 2**30], **summary}]
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return "ok"
+
+    monkeypatch.setattr(compare, "run", run)
+    arguments = ["train.py", "--configs", "plain_cpu", str(other), "--repeats=3", f"--out={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments, "--", "--lr=1"])
+    compare.main()
     assert order == ["plain_cpu", "other"] * 3
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    assert [(row["items_per_s"], row["relative_speed"]) for row in rows] == [(11, 1), (5.5, 0.5)]
     for row in rows:
-        assert (row["items_per_s"], row["relative_speed"], row["tokens_per_s"]) == (11, 1, None)
         assert (row["peak_memory_bytes"], row["last_loss"], row["loss_difference"]) == (2**30, 1, 0)
+    line = "| other | 1 | 5.5 | 0.50x |  | 1.00 GiB | 1.0000 | 0.0e+00 |"
+    assert line in (tmp_path / "out" / "compare.md").read_text() and line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("kind", "status", "code"),
-    [("fails", "failed, see ", 1), ("large", "out of memory", 0), ("hangs", "took longer than 12 s", 1)],
+    ("line", "status", "code"),
+    [
+        ("raise RuntimeError('no such thing')", "failed, see ", 1),
+        ("raise MemoryError('CUDA out of memory. Tried to allocate 4 GiB')", "out of memory", 0),
+        ("import time; time.sleep(60)", "took longer than 3 s", 1),
+    ],
 )
-def test_a_run_that_fails_is_a_line_of_the_table(kind, status, code, tmp_path):
-    result, (row,) = run_compare(tmp_path, "--configs", "plain_cpu", "--timeout=12", kind=kind)
+def test_a_run_that_fails_is_a_line_of_the_table(line, status, code, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(line)
+    command = [sys.executable, str(FOLDER / "compare.py"), str(script), "--configs", "plain_cpu"]
+    timeout = ["--timeout=3"] if "sleep" in line else []
+    result = run_command([*command, f"--out={tmp_path}", *timeout])
+    (row,) = json.loads((tmp_path / "compare.json").read_text())["rows"]
     assert result.returncode == code and row["status"].startswith(status), result.report()
     assert status in result.stdout
-    if kind == "fails":
+    if code and not timeout:
         assert "no such thing" in Path(row["status"].removeprefix(status)).read_text()
 
 
