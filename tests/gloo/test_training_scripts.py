@@ -48,8 +48,8 @@ def train(script: str, folder: Path, *arguments: str, num_ranks: int) -> list[di
     if num_ranks == 1:
         run_command([sys.executable, str(FOLDER / script), *args], timeout=150, fresh=False).check()
     else:
-        # A number of micro-batches that does not divide the batch, and that is the same on every machine.
-        env = {"PFEIFE_NUM_MICROBATCHES": "5"}
+        # A number of micro-batches that does not divide the batch. Left to the planner, order and number are so below.
+        env = {"PFEIFE_NUM_MICROBATCHES": "5", "PFEIFE_SCHEDULE": "1f1b"}
         run_ranks(FOLDER / script, num_processes=num_ranks, args=args, env=env, timeout=200).check()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -131,7 +131,7 @@ def test_one_loop_compares_the_configurations_and_says_which_cannot_run_here(tmp
     others = [name for name in names if name not in on_cpu]
     command = [sys.executable, str(FOLDER / "compare.py"), str(FOLDER / "train_vit.py"), "--out", str(tmp_path)]
     command += ["--configs", *on_cpu, *others, "--", "--max_train_steps=4", "--max_eval_samples=4"]
-    command += ["--train_batch_size=12", "--lr_warmup_steps=1", f"--model={small_model('train_vit.py', tmp_path)}"]
+    command += ["--train_batch_size=4", "--lr_warmup_steps=1", f"--model={small_model('train_vit.py', tmp_path)}"]
     env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.environ.get("PYTHONPATH")}
     result = run_command(command, env=env, timeout=280).check()
     rows = {row["config"]: row for row in json.loads((tmp_path / "compare.json").read_text())["rows"]}
