@@ -201,6 +201,50 @@ def test_the_learning_rate_warms_up_and_ends_at_zero_for_any_number_of_processes
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
+TRACKED = """
+import json, sys
+import torch
+sys.path.insert(0, sys.argv.pop(1))
+import argparse, common
+from accelerate.tracking import GeneralTracker
+
+class Printing(GeneralTracker):
+    name, requires_logging_directory, tracker = "printing", False, None
+    def store_init_configuration(self, values):
+        print("config", json.dumps(values))
+    def log(self, values, step=None, **kwargs):
+        print("values", json.dumps([step, values]))
+
+parser = argparse.ArgumentParser()
+common.add_training_arguments(parser)
+args = common.parse_arguments(parser)
+args.report_to = Printing()
+accelerator = common.make_accelerator(args)
+log = common.RunLog(accelerator, args, common.Progress())
+for step in range(1, 5):
+    log.add(torch.tensor(float(step)), items=2, tokens=10)
+    log.step(step, lr=0.5)
+log.evaluation(4, accuracy=0.25)
+log.summary()
+"""
+
+
+def test_trackers_get_what_is_recorded_and_losses_are_means_of_what_lies_between(tmp_path):
+    script = tmp_path / "tracked.py"
+    script.write_text(TRACKED)
+    command = [sys.executable, str(script), str(FOLDER), f"--output_dir={tmp_path}", "--logging_steps=2", "--seed=3"]
+    result = run_command(command, fresh=False).check()
+    (config,) = (json.loads(line.partition(" ")[2]) for line in result.lines("config"))
+    assert config["seed"] == 3 and config["output_dir"] == str(tmp_path)
+    found = [json.loads(line.partition(" ")[2]) for line in result.stdout.splitlines() if line.startswith("values")]
+    assert [step for step, _ in found] == [1, 2, 4, 4, 4]
+    assert [values.get("train/loss") for _, values in found] == [1, 2, 3.5, None, None]
+    assert found[3][1] == {"eval/accuracy": 0.25} and found[4][1]["summary/items_per_s"] > 0
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record.get("loss") for record in records] == [1, 2, 3.5, None, None]
+    assert records[1]["tokens_per_s"] == pytest.approx(5 * records[1]["items_per_s"])
+
+
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
