@@ -19,8 +19,8 @@ def load_examples(args, split):
 
     Crops of the photographs also say where they come from: "original_size" and "top_left".
     """
-    if args.dataset_name is None and args.train_data_dir is None:
-        count = args.num_crops if split == "train" else args.num_validation_samples
+    if args.dataset_name is None and args.train_dir is None:
+        count = (args.max_train_samples or 512) if split == "train" else args.max_eval_samples
         return photo_crops(count, side=args.resolution, held_out=split != "train", seed=args.seed)
     from datasets import load_dataset
 
@@ -28,7 +28,7 @@ def load_examples(args, split):
         pictures = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
     else:
         # A folder of pictures with a metadata.csv or metadata.jsonl that gives each `file_name` its caption.
-        pictures = load_dataset("imagefolder", data_dir=args.train_data_dir, split="train")
+        pictures = load_dataset("imagefolder", data_dir=args.train_dir, split="train")
     missing = {args.image_column, args.caption_column} - set(pictures.column_names)
     if missing:
         raise SystemExit(f"the dataset has the columns {pictures.column_names}, not {sorted(missing)}")
@@ -36,7 +36,7 @@ def load_examples(args, split):
     pictures = pictures.rename_columns({args.image_column: "image", args.caption_column: "text"})
     # One order for all processes, of which the last pictures are held out.
     pictures = pictures.shuffle(seed=args.seed)
-    num_train = max(1, len(pictures) - args.num_validation_samples)
+    num_train = max(1, len(pictures) - args.max_eval_samples)
     if split == "train":
         return pictures.select(range(min(num_train, args.max_train_samples or num_train)))
     return pictures.select(range(num_train, len(pictures)))
@@ -77,18 +77,14 @@ def _place(y, x, height, width):
 class CaptionedPictures(Dataset):
     """Examples as the model reads them: pixels in -1..1, token ids of both text encoders, sizes and corners.
 
-    A random crop follows from the seed, the epoch and the index, so that neither the number of processes or of workers
-    nor a resumed run changes it.
+    Random crops and flips follow from the seed, `epoch` and the index, so that neither the number of processes or of
+    workers nor a resumed run changes them.
     """
 
-    def __init__(self, examples, tokenizers, *, resolution, random_crop, seed):
+    def __init__(self, examples, tokenizers, *, resolution, random_crop=False, random_flip=False, seed=0):
         self.examples, self.tokenizers = examples, tokenizers
-        self.resolution, self.random_crop, self.seed = resolution, random_crop, seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        """Called by Accelerate's dataloaders."""
-        self.epoch = epoch
+        self.resolution, self.random_crop, self.random_flip = resolution, random_crop, random_flip
+        self.seed, self.epoch = seed, 0
 
     def __len__(self):
         return len(self.examples)
@@ -99,12 +95,12 @@ class CaptionedPictures(Dataset):
         original_size = example.get("original_size") or (image.height, image.width)
         scale = side / min(image.size)
         image = image.resize([max(side, round(scale * length)) for length in image.size], Image.Resampling.BILINEAR)
-        spare_x, spare_y = image.width - side, image.height - side
+        draw = random.Random(f"{self.seed}/{self.epoch}/{index}")
+        if self.random_flip and draw.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
         if self.random_crop:
-            draw = random.Random(f"{self.seed}/{self.epoch}/{index}")
-            left, top = draw.randint(0, spare_x), draw.randint(0, spare_y)
-        else:
-            left, top = spare_x // 2, spare_y // 2
+            left, top = draw.randint(0, image.width - side), draw.randint(0, image.height - side)
         pixels = np.asarray(image.crop((left, top, left + side, top + side)), dtype=np.float32)
         item = {
             "index": torch.tensor(index),

@@ -6,6 +6,7 @@ U-Net on without a download. Random ones make no pictures: what is decoded by th
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, EulerDiscreteScheduler
+from sdxl_data import tokens
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -14,8 +15,6 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
 )
-
-from sdxl_data import tokens
 
 TEXT_TOKENS = 77
 
