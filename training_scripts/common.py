@@ -6,13 +6,13 @@ Ignores: models, data, losses and the training loop, which each script has in fu
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
@@ -265,7 +265,8 @@ class RunLog:
     def summary(self, **values):
         """The run is over: its speed without the first step, and the peak memory of each process."""
         speeds = _speeds(self.items, self.tokens, self.seconds) if self.items else {}
-        self._write(dict(kind="summary", steps=self.steps, **speeds, peak_memory_bytes=peak_memory_bytes(), **values))
+        peaks = peak_memory_bytes(self.accelerator, self.path.parent / "peak_memory")
+        self._write(dict(kind="summary", steps=self.steps, **speeds, peak_memory_bytes=peaks, **values))
 
     @contextlib.contextmanager
     def paused(self):
@@ -299,15 +300,18 @@ def _short(value):
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
-def peak_memory_bytes():
+def peak_memory_bytes(accelerator, folder):
     """The largest memory of each process of the launch, on the GPU where there is one. All processes must call."""
     if torch.cuda.is_available():
         own = torch.cuda.max_memory_allocated()
     else:
         # In KiB; macOS alone counts bytes.
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if not dist.is_initialized():
-        return [own]
-    every = [0] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return every
+    # Through files: memory is a matter of processes, whatever group of them the engine makes one model of.
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, num_processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    (folder / f"{rank}.txt").write_text(str(own))
+    accelerator.wait_for_everyone()
+    files = [folder / f"{rank}.txt" for rank in range(num_processes)]
+    # Another host's are missing, unless output_dir is shared.
+    return [int(file.read_text()) for file in files if file.is_file()]
