@@ -76,6 +76,6 @@ def test_noise_that_differs_between_ranks_is_refused_however_late(tmp_path: Path
     result = run(mode, tmp_path, num_ranks=3)
     assert result.returncode not in (0, None), result.report()
     assert "of one pipeline were given different batches (1 of 1 tensors differ)" in result.stderr, result.report()
-    assert "call number 6 of the model" in result.stderr
+    assert "call number 7 of the model" in result.stderr
     assert "give it a generator of its own" in result.stderr
     assert len(losses(result)) == 5
