@@ -61,7 +61,7 @@ def parse_args():
     pictures.add_argument("--guidance_scale", type=float, default=5.0)
     add_training_arguments(
         parser, output_dir="outputs/train_sdxl", train_batch_size=16, eval_batch_size=16, weight_decay=0.01,
-        max_eval_samples=64, max_train_steps=120, lr_warmup_steps=10,
+        max_eval_samples=64, num_train_epochs=3, lr_warmup_steps=10,
     )  # fmt: skip
     return parse_arguments(parser)
 

@@ -39,10 +39,9 @@ def digest_of_generators() -> str:
     found = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found.update(torch.cuda.get_rng_state().numpy().tobytes())
-    of_numpy, of_random = np.random.get_state(legacy=False), random.getstate()[1]
-    assert isinstance(of_numpy, dict)
-    found.update(of_numpy["state"]["key"].tobytes())
-    found.update(f"{of_numpy['state']['pos']} {hash(of_random)}".encode())
+    _, words, position, *_ = np.random.get_state()
+    found.update(np.asarray(words).tobytes())
+    found.update(f"{position} {hash(random.getstate()[1])}".encode())
     return found.hexdigest()
 
 
