@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.session.digests import digests
 
-__all__ = ["align_generators", "align_states"]
+__all__ = ["align_generators", "align_states", "kept_generators"]
 
 _LOGGER = get_logger(__name__)
 
@@ -51,6 +53,19 @@ def align_generators() -> None:
     np.random.set_state((kind, keys_.numpy().view(np.uint32), int(place[0]), int(place[1]), float(gauss_)))
     pending = float(next_)
     random.setstate((version, tuple(internal_.tolist()), None if pending != pending else pending))
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Afterwards the generators are where they were: of what runs on some ranks of a pipeline and not on others."""
+    of_numpy, of_random = np.random.get_state(), random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_random)
 
 
 def align_states(module: nn.Module) -> None:

@@ -128,6 +128,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     Seam(
         owner=_ACCELERATOR,
+        name="register_save_state_pre_hook",
+        hook="pfeife_accelerate.integration.state:register_save_state_pre_hook",
+        signature="(self, hook)",
+        when=SeamGroup.ACTIVE,
+    ),
+    Seam(
+        owner=_ACCELERATOR,
         name="prepare_optimizer",
         hook="pfeife_accelerate.integration.state:prepare_optimizer",
         signature="(self, optimizer, device_placement)",

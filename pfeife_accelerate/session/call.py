@@ -78,6 +78,8 @@ class Call:
         """Whether a forward has run: every rank's script has made the call."""
         self.seed = 0
         """What the random operations derive their seeds from; the leading rank's once a schedule is announced."""
+        self.generators = ""
+        """How far this rank's generators of random numbers were."""
         self.alone = False
         """Whether only this rank's script has made the call."""
         self.asked = 0
