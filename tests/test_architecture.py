@@ -39,6 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_autoload": {"integration"},
     "__init__": {"*"},
     "tools": {"*"},
+    # A folder of its own in the repository (without its benchmarks), `pfeife_accelerate.zoo` once it is installed.
+    "zoo": {"errors"},
 }  # fmt: skip
 #: Of these parts, `config` may only take their Options.
 OPTIONS_ONLY = ("planner", "cost", "runtime", "checkpoint")
@@ -51,7 +53,8 @@ def _files(*folders: str) -> list[Path]:
 
 
 def _package_files() -> list[Path]:
-    return _files(PACKAGE)
+    """All that an installed package has."""
+    return [*_files(PACKAGE), *sorted((ROOT / "zoo").glob("*.py"))]
 
 
 def _tree(path: Path) -> ast.Module:
@@ -65,6 +68,8 @@ def _place(path: Path, node: ast.AST | None = None) -> str:
 
 def _part(path: Path) -> str:
     """The row of the table that a file belongs to."""
+    if path.is_relative_to(ROOT / "zoo"):
+        return "zoo"
     name = path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
     return "compat" if name.startswith("compat_") else name
 
@@ -88,8 +93,8 @@ def _own_imports(path: Path) -> Iterator[tuple[ast.AST, str, str | None]]:
     """(statement, dotted module below the package, imported name)."""
     for node, module, name in _imports(_tree(path)):
         if module == PACKAGE:  # `from pfeife_accelerate import x`: a part, or a public name of the root
-            is_part = name is not None and (
-                (ROOT / PACKAGE / name).is_dir() or (ROOT / PACKAGE / f"{name}.py").is_file()
+            is_part = name == "zoo" or (
+                name is not None and ((ROOT / PACKAGE / name).is_dir() or (ROOT / PACKAGE / f"{name}.py").is_file())
             )
             yield node, name if is_part and name else "__init__", name
         elif module.startswith(PACKAGE + "."):
@@ -225,7 +230,7 @@ def test_the_environment_is_read_in_config():
     wrong = {
         f"{_place(path, node)}: {dotted}"
         for path in _package_files()
-        if path.relative_to(ROOT / PACKAGE).as_posix() not in ("config.py", "_autoload.py")
+        if path.relative_to(ROOT).as_posix() not in (f"{PACKAGE}/config.py", f"{PACKAGE}/_autoload.py")
         for node, dotted in _used_names(_tree(path))
         if any(dotted == name or dotted.startswith(name + ".") for name in forbidden)
     }

@@ -70,14 +70,19 @@ WARNINGS = (
 
 
 def _package_files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    """All that an installed package has: `zoo` is a folder of its own in the repository."""
+    return [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "zoo").glob("*.py"))]
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
 
 
 @functools.lru_cache
 def _calls() -> tuple[tuple[str, ast.Call], ...]:
     """(file, call) of the whole package."""
     return tuple(
-        (path.relative_to(PACKAGE).as_posix(), node)
+        (_name(path), node)
         for path in _package_files()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
         if isinstance(node, ast.Call)

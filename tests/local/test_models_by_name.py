@@ -59,7 +59,7 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "millions"), [("vit-g14", 1012.6), ("gpt2-large", 774.0), ("llama2-7b", 6738.4), ("sdxl-unet", 2567.5)]
 )
-def test_presets_have_their_published_sizes_and_no_memory(name, millions):
+def test_members_of_the_zoo_have_their_published_sizes_and_no_memory(name, millions):
     found = resolve(name, options(dtype=torch.float16))
     parameters = list(found.module.parameters())
     assert sum(p.numel() for p in parameters) / 1e6 == pytest.approx(millions, abs=0.1)

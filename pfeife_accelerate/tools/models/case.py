@@ -10,14 +10,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from pfeife_accelerate.errors import PfeifeError, did_you_mean
+from pfeife_accelerate.zoo.libraries import library
 
 __all__ = ["ROWS", "ModelCase", "ModelOptions", "built", "library", "unknown_override", "unused_option"]
 
@@ -41,22 +40,6 @@ class ModelCase:
     name: str
     module: nn.Module
     batch: Mapping[str, Any]
-
-
-def library(name: str) -> ModuleType:
-    """An optional library.
-
-    Raises: PfeifeError PF135 where it is not installed.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise PfeifeError(
-            id="PF135",
-            what=f"{name} is not installed",
-            why=f"the model is one of {name}'s",
-            hints=("pip install 'pfeife_accelerate[zoo]'",),
-        ) from error
 
 
 def built(name: str, options: ModelOptions, build: Callable[[], nn.Module]) -> nn.Module:

@@ -39,7 +39,7 @@ def from_timm(name: str, options: ModelOptions, *, title: str | None = None) -> 
         arguments["img_size"] = options.resolution
     module = built(name, options, lambda: timm.create_model(name, pretrained=False, **arguments))
     channels, height, width = known.input_size
-    if options.resolution is not None:
-        height = width = options.resolution
+    side = options.resolution or arguments.get("img_size") or (height, width)
+    height, width = side if isinstance(side, list | tuple) else (side, side)
     size = (ROWS, arguments.get("in_chans", channels), height, width)
     return ModelCase(name=title or name, module=module, batch={"x": torch.zeros(size, dtype=options.dtype)})
