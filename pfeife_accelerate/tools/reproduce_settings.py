@@ -20,10 +20,10 @@ __all__ = [
 ]  # fmt: skip
 
 #: What products in 16 bits reach, FLOP/s. Fitted: DeepSpeed's 124.5 items/s of ViT-g/14 on 4 devices.
-HALF_RATE: Final = 73e12
+HALF_RATE: Final = 74.6e12
 #: What an action (a stage on one micro-batch) takes in the authors' program beyond its operations, not hidden behind
 #: them, in seconds. Fitted: Pfeife's 151.4 items/s of ViT-g/14 on 4 devices.
-ENGINE_ACTION_S: Final = 2.7e-3
+ENGINE_ACTION_S: Final = 3.5e-3
 #: What convolutions in 32 bits, which cuDNN computes in TF32 unless told otherwise, reach of TF32's 156 TFLOP/s: as
 #: large a share as the catalogue gives for all products on this device. Not fitted.
 TF32_SHARE: Final = 0.87
