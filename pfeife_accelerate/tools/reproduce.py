@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -26,7 +25,7 @@ __all__ = ["reproduce"]
 def reproduce(options: argparse.Namespace) -> int:
     """Simulate, print, write; gives the exit code.
 
-    Raises: PfeifeError PF157 for a row that there is not.
+    Raises: PfeifeError PF160 for a row that there is not.
     """
     chosen = _chosen(options.rows)
     if options.out is not None:
@@ -55,7 +54,7 @@ def _chosen(names: list[str] | None) -> tuple[Setting, ...]:
         if name not in known:
             near = did_you_mean(name, known)
             raise PfeifeError(
-                id="PF157",
+                id="PF160",
                 what=f"the paper's table has no row {name!r}",
                 hints=(*((f"did you mean {near!r}?",) if near else ()), f"its rows: {', '.join(known)}"),
             )

@@ -86,9 +86,7 @@ def pfeife(
     """
     found, failure = [], None
     for number in _LOOPS if loops is None else (loops,):
-        options = SearchOptions(
-            schedule="looped", num_loops=number, prefetch_forwards=prefetch, memory_fraction=_LIMIT
-        )
+        options = SearchOptions(schedule="looped", num_loops=number, prefetch_forwards=prefetch, memory_fraction=_LIMIT)
         try:
             found.append(make_plan(graph, machine, num_ranks, num_microbatches, options))
         except PfeifeError as error:

@@ -124,8 +124,8 @@ def _parts(rows: Sequence[Row], found_gains: Sequence[Gain]) -> Iterator[Part]:
         columns=("row", "paper's best", "simulated best of the paper's", "ours", "over that", "plan", "memory"),
         rows=tuple(_best_cells(row) for row in rows),
         text=(
-            "All families, backward in halves, recomputation where memory is short, the number of micro-batches chosen, "
-            "replicas of shorter pipelines allowed; our own runtime's time for an action.",
+            "All families, backward in halves, recomputation where memory is short, the number of micro-batches "
+            "chosen, replicas of shorter pipelines allowed; our own runtime's time for an action.",
         ),
     )
     yield Part(title="What is missed, and why", text=tuple(_missed(rows)) or ("Nothing.",))
@@ -180,16 +180,16 @@ def _assumed(rows: Sequence[Row]) -> Iterator[str]:
     device, link = simulated_machine(8).device_of(0), simulated_machine(8).link
     rates = dict(device.flops_per_s)
     yield (
-        f"The device: products of 32 bits {rates['float32'] / 1e12:.1f} TFLOP/s and {device.bytes_per_s / 1e9:.0f} GB/s "
-        f"(the catalogue's, not fitted), convolutions of 32 bits in TF32 as cuDNN's default has it "
+        f"The device: products of 32 bits {rates['float32'] / 1e12:.1f} TFLOP/s and {device.bytes_per_s / 1e9:.0f} "
+        f"GB/s (the catalogue's, not fitted), convolutions of 32 bits in TF32 as cuDNN's default has it "
         f"({TF32_SHARE:.0%} of 156 TFLOP/s, not fitted), 16 bits {HALF_RATE / 1e12:.1f} TFLOP/s (fitted to "
         f"DeepSpeed's vit-g14-4x4; {HALF_RATE / 312e12:.0%} of the data sheet), {device.launch_s * 1e6:.0f} us an "
         f"operation, links {link.bytes_per_s / 1e9:.0f} GB/s each way and {link.latency_s * 1e6:.0f} us a message."
     )
     yield (
-        f"The authors' program: {ENGINE_ACTION_S * 1e3:.1f} ms for each action beside its operations, not hidden behind "
-        f"them (fitted to Pfeife's vit-g14-4x4; the same for all rows). Its search does not know of it. All other "
-        f"engines: {device.action_s * 1e6:.0f} us of the host, hidden where the device is busy."
+        f"The authors' program: {ENGINE_ACTION_S * 1e3:.1f} ms for each action beside its operations, not hidden "
+        f"behind them (fitted to Pfeife's vit-g14-4x4; the same for all rows). Its search does not know of it. All "
+        f"other engines: {device.action_s * 1e6:.0f} us of the host, hidden where the device is busy."
     )
     assert not authors_machine(8).device_of(0).runs_ahead
     yield (

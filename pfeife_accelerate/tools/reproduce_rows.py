@@ -7,7 +7,7 @@ prefetch and looping gain. Ignores: how it is shown.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -125,21 +125,14 @@ def row(setting: Setting, graph_of: GraphOf, tell: Callable[[str], None] = lambd
     lines = []
     for figure in figures_of(setting):
         tell(f"{setting.name}: {figure.system.value}")
-        made = _line(setting, figure.system, graph_of)
-        lines.append(
-            Line(
-                system=figure.system.value,
-                paper=figure.items_per_s,
-                is_fitted=(setting.name, figure.system.name) in FITTED,
-                **made,
-            )
-        )
+        is_fitted = (setting.name, figure.system.name) in FITTED
+        lines.append(replace(_line(setting, figure.system, graph_of), paper=figure.items_per_s, is_fitted=is_fitted))
         if figure.system is System.COLOSSAL_AI:
-            loops = setting.num_loops or 2
             graph, machine = graph_of(setting, setting.rows), simulated_machine(setting.num_devices)
-            other = interleaved(graph, machine, setting.num_microbatches, setting.num_devices, loops)
+            microbatches, devices = setting.num_microbatches, setting.num_devices
+            other = interleaved(graph, machine, microbatches, devices, setting.num_loops or 2)
             name = f"{figure.system.value}, interleaved"
-            lines.append(Line(system=name, paper_has_it=False, **_of_pipeline(setting, other)))
+            lines.append(replace(_of_pipeline(setting, name, other), paper_has_it=False))
     tell(f"{setting.name}: our best plan")
     return Row(
         setting=setting,
@@ -161,7 +154,7 @@ def gains(setting: Setting, graph_of: GraphOf) -> tuple[Gain, ...]:
     return tuple(Gain(paper=gain, ours=found[gain.part]) for gain in GAINS if gain.model == setting.model)
 
 
-def _line(setting: Setting, system: System, graph_of: GraphOf) -> dict[str, object]:
+def _line(setting: Setting, system: System, graph_of: GraphOf) -> Line:
     devices, machine = setting.num_devices, simulated_machine(setting.num_devices)
     if system in _STAGES:
         rows = -(-setting.batch // devices)
@@ -172,26 +165,28 @@ def _line(setting: Setting, system: System, graph_of: GraphOf) -> dict[str, obje
             num_devices=devices,
             element_bytes=_ELEMENT_BYTES[setting.precision],
         )
-        return {
-            "how": f"{rows} row{'' if rows == 1 else 's'} a device, {step.waiting_s * 1e3:.0f} ms of waiting",
-            "items_per_s": rows * devices / step.step_s,
-            "peak_bytes": step.peak_bytes,
-            "limit_bytes": machine.device_of(0).memory_bytes,
-        }
+        return Line(
+            system=system.value,
+            how=f"{rows} row{'' if rows == 1 else 's'} a device, {step.waiting_s * 1e3:.0f} ms of waiting",
+            items_per_s=rows * devices / step.step_s,
+            peak_bytes=step.peak_bytes,
+            limit_bytes=machine.device_of(0).memory_bytes,
+        )
     graph, microbatches = graph_of(setting, setting.rows), setting.num_microbatches
     if system is not System.PFEIFE:
-        return _of_pipeline(setting, even(graph, machine, microbatches, devices))
+        return _of_pipeline(setting, system.value, even(graph, machine, microbatches, devices))
     found = pfeife(graph, planning_machine(devices), microbatches, devices, loops=setting.num_loops)
-    return _of_pipeline(setting, run_on(found, graph, authors_machine(devices)))
+    return _of_pipeline(setting, system.value, run_on(found, graph, authors_machine(devices)))
 
 
-def _of_pipeline(setting: Setting, pipeline: Pipeline) -> dict[str, object]:
-    return {
-        "how": pipeline.order,
-        "items_per_s": setting.batch / pipeline.step_s,
-        "peak_bytes": pipeline.peak_bytes,
-        "limit_bytes": pipeline.machine.device_of(0).memory_bytes,
-    }
+def _of_pipeline(setting: Setting, system: str, pipeline: Pipeline) -> Line:
+    return Line(
+        system=system,
+        how=pipeline.order,
+        items_per_s=setting.batch / pipeline.step_s,
+        peak_bytes=pipeline.peak_bytes,
+        limit_bytes=pipeline.machine.device_of(0).memory_bytes,
+    )
 
 
 def _comparisons(lines: list[Line]) -> tuple[Comparison, ...]:
