@@ -67,7 +67,7 @@ def trained(model: str, device: str, limit_s: float) -> Losses:
     found = []
     for size in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            commands = [[sys.executable, str(HERE / "gpu_rank.py"), model, str(STEPS)]] * size
+            commands = [[sys.executable, str(HERE / "gpu_rank.py"), model, str(STEPS), str(size)]] * size
             port = str(20_000 + os.getpid() % 20_000 + size)
             environments = [_rank_environment(rank, size, device, port) for rank in range(size)]
             outputs = run(commands, environments, max(1.0, end_s - time.monotonic()), Path(folder))
@@ -175,7 +175,7 @@ def main() -> int:
     options = _arguments()
     end_s = time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     losses = []
     training_s = min(TRAINING_SHARE * options.seconds, TRAINING_MOST_S) / len(TRAINED)
     for model in TRAINED:

@@ -18,10 +18,11 @@ from pfeife_accelerate.zoo import member
 ROWS = 16
 
 
-def main(name: str, steps: int) -> None:
+def main(name: str, steps: int, size: int) -> None:
     """Train a little."""
     torch.backends.cudnn.allow_tf32 = False
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    over_gloo = [InitProcessGroupKwargs(backend="gloo")] if size > 1 else None
+    accelerator = Accelerator(kwargs_handlers=over_gloo)
     model = member(name)
     module = model.build("random", seed=0)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
@@ -35,8 +36,7 @@ def main(name: str, steps: int) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     print(f"losses {json.dumps(losses)}", flush=True)
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
