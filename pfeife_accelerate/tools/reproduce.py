@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
+from typing import Final
 
 from rich.console import Console
 from rich.text import Text
@@ -21,6 +23,8 @@ from pfeife_accelerate.zoo import GAINS
 
 __all__ = ["reproduce"]
 
+_WIDTH: Final = 200  # where nobody reads along
+
 
 def reproduce(options: argparse.Namespace) -> int:
     """Simulate, print, write; gives the exit code.
@@ -30,7 +34,7 @@ def reproduce(options: argparse.Namespace) -> int:
     chosen = _chosen(options.rows)
     if options.out is not None:
         check_folder(options.out)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     found_gains: tuple[Gain, ...] = ()
     with console.status("reading the models") as status:
         graphs = Graphs(options.graphs, tell=status.update)

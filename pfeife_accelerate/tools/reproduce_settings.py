@@ -80,7 +80,7 @@ _SDXL: Final = Setting(
     num_loops=1,
     assumed=(
         "1,024x1,024 pixels (latent images of 128x128): the script's default; its launcher sets 128, at which the "
-        "paper's 6 to 20 items/s would be 1 % of what the devices compute",
+        "paper's 6 to 20 items/s would be 1 % or so of what the devices compute",
         "micro-batches of one row, as many as devices: the script's batch of 8 in 8 pieces on 8 devices",
         "ZeRO: the same batch, one row on each of 8 devices",
         "one loop: the authors' launcher",
@@ -116,7 +116,7 @@ SETTINGS: Final = (
 #: Why a figure is missed, by row and what is compared; shown where it is missed.
 _ZERO3: Final = (
     "the paper's 3.22 items/s are 2.5 s a step. Computing takes 1.0 s of it by the rates that hold for all rows, and"
-    " a ring of NVSwitch moves the 31 GB of parameters and gradients in 0.1 s, behind the computing. 1.4 s are left "
+    " a ring of NVSwitch moves the 31 GB of parameters and gradients in 0.1 s, behind the computing. 1.5 s are left "
     "that no rate of devices or links explains. Spread over 1,680 tensors, each gathered twice and scattered once, "
     "they are 0.3 ms each: the host's time for a tensor, which the model ignores, since there is no other figure to "
     "fit it to."
