@@ -95,7 +95,7 @@ def _parts(rows: Sequence[Row], found_gains: Sequence[Gain]) -> Iterator[Part]:
     )
     yield Part(
         title="Who wins, by how much",
-        columns=("row", "Pfeife over", "paper", "simulated", "off by", f"within {RELATIVE:.0%}"),
+        columns=("row", "Pfeife over", "paper", "simulated", "off by", "basis", f"within {RELATIVE:.0%}"),
         rows=tuple(
             (
                 row.setting.name,
@@ -103,6 +103,7 @@ def _parts(rows: Sequence[Row], found_gains: Sequence[Gain]) -> Iterator[Part]:
                 f"{one.paper:.3f}",
                 f"{one.ours:.3f}",
                 f"{deviation(one.ours, one.paper):+.1%}",
+                "fitted" if any(line.is_fitted for line in row.lines) else "predicted",
                 _yes(one.meets),
             )
             for row in rows

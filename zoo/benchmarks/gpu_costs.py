@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from pfeife_accelerate.cost.calibration import calibrated
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
 from pfeife_accelerate.cost.op_profile import OpProfile, measure
 from pfeife_accelerate.cost.roofline import flops
@@ -92,12 +91,11 @@ def costs(name: str, precision: str, device: torch.device, seconds: float, out: 
     work, kinds = 0.0, 0
 
     def measured(ops: object) -> CostTable:
-        nonlocal work, spec, kinds
+        nonlocal work, kinds
         listed = list(ops)  # type: ignore[call-overload]
         known = [op for op in listed if op is not None]
         work, kinds = sum(map(flops, known)), len({op.key for op in known})
         found = measure(listed, device, budget_s=max(LEAST_S, seconds - capture_s), profiles=profiles)
-        spec = calibrated(spec, list(zip(listed, found, strict=True)))
         return CostTable(ops=found)
 
     graph = model.cost_graph(rows, spec, device=device, measured=measured)
