@@ -32,10 +32,14 @@ class _Timm:
         return module
 
     def pretrained(self, source: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> nn.Module:
-        scheme = "local-dir" if Path(source).is_dir() else "hf-hub"
+        """From the hub, whose classifier is used if it has as many classes; or a folder's `model.safetensors`."""
         arguments = {**config["model_args"], **overrides}
-        module: nn.Module = library("timm").create_model(f"{scheme}:{source}", pretrained=True, **arguments)
-        return module
+        if Path(source).is_dir():
+            module = self.random({**config, "model_args": arguments})
+            library("timm.models").load_checkpoint(module, str(Path(source) / "model.safetensors"))
+            return module
+        found: nn.Module = library("timm").create_model(f"hf-hub:{source}", pretrained=True, **arguments)
+        return found
 
 
 def _batch(config: Mapping[str, Any], size: BatchSize, generator: torch.Generator) -> ZooBatch:
