@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_profile(commands)
     _add_trace(commands)
     add_zoo_arguments(commands.add_parser("zoo", help="models to try: list, show, plan and measure them"))
+    _add_reproduce(commands)
     options = parser.parse_args(arguments)
     try:
         return _run(options)
@@ -57,6 +58,13 @@ def _add_trace(commands: Any) -> None:
     trace.add_argument("--config", type=Path, help="of a script: yaml of accelerate launch")
     trace.add_argument("file", type=Path, help="what the option `trace` has written; or a training script to be run")
     trace.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def _add_reproduce(commands: Any) -> None:
+    reproduce = commands.add_parser("reproduce", help="the paper's table, by simulation")
+    reproduce.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows (default: all)")
+    reproduce.add_argument("--out", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    reproduce.add_argument("--graphs", type=Path, metavar="FOLDER", help="read cost files from here, and keep new ones")
 
 
 def _behind_the_file(options: argparse.Namespace) -> Path | None:
@@ -115,6 +123,10 @@ def _run(options: argparse.Namespace) -> int:
             from pfeife_accelerate.tools.zoo import zoo
 
             return zoo(options)
+        case "reproduce":
+            from pfeife_accelerate.tools.reproduce import reproduce
+
+            return reproduce(options)
         case _:
             raise AssertionError(options.command)
 
