@@ -19,7 +19,7 @@ from pfeife_accelerate.ir.costs import MeasurableOp, OperandRole, PreparedOp
 
 __all__ = ["OpTrial", "engine_s"]
 
-_TURNS_BYTES: Final = 64 << 20  # what all copies together hold
+_TURNS_BYTES: Final = 16 << 20  # what all copies together hold
 _MOST_COPIES: Final = 16
 _LEAST_BACKWARD_S: Final = 5e-7
 
