@@ -7,6 +7,7 @@ Ignores: what messages are for; the transport matches them by tag. Linux only.
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -16,7 +17,7 @@ from time import perf_counter_ns
 
 import torch
 
-from pfeife_accelerate.runtime.arena import Arena, SharedFile, memory_of
+from pfeife_accelerate.runtime.arena import Arena, memory_of, read_into
 
 __all__ = ["HostLink", "Incoming"]
 
@@ -47,7 +48,7 @@ class HostLink:
         """Take over a connected socket, the own arena, and the descriptor of the other rank's."""
         self._socket = connection
         self._arena = arena
-        self._lent = SharedFile(fd)
+        self._fd = fd
         self._late: deque[bytes] = deque()
         self._has_late = threading.Condition()
         self._sender: threading.Thread | None = None
@@ -92,7 +93,7 @@ class HostLink:
         if message.data is not None:
             memory_of(data)[:] = message.data
             return
-        self._lent.read(message.offset, data)
+        read_into(self._fd, message.offset, data)
         self._post(_HEADER.pack(_FREE, 0, message.offset, 0, 0))
 
     def check(self) -> None:
@@ -118,7 +119,7 @@ class HostLink:
         """Drop this process's handles without ending the connection: another process has it."""
         self._socket.close()
         self._arena.close()
-        self._lent.close()
+        os.close(self._fd)
 
     def _understand(self, data: bytes) -> Incoming | None:
         if not data:
