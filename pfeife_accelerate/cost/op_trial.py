@@ -7,6 +7,7 @@ Ignores: whether the made-up data are like real ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -29,7 +30,7 @@ class OpTrial:
 
     def __init__(self, op: MeasurableOp, device: torch.device, *, repeats: int, overhead_s: float) -> None:
         self._op, self._device, self._overhead_s = op, device, overhead_s
-        first = self._prepared()
+        first = op.prepare()
         packed: list[torch.Tensor] = []
         before = _reset_peak(device)
         with op.context(), torch.autograd.graph.saved_tensors_hooks(partial(_pack, packed), _unpack):
@@ -41,20 +42,16 @@ class OpTrial:
         self.forward_s, self._copies = self._forward(first)
         self.backward_input_s, self.backward_weight_s = self._backward()
 
-    def _prepared(self) -> PreparedOp:
-        return self._op.prepare()
-
     def _forward(self, first: PreparedOp) -> tuple[float, list[_Copy]]:
         """Median seconds of a forward, and the copies with what they made."""
         op = self._op
         with op.context():
-            again = self._prepared() if op.is_inplace else first
+            again = op.prepare() if op.is_inplace else first
             warm_s = seconds([Run(again.run)], self._device)
             number = 1 if warm_s > 10 * SLOW_S else _number_of_copies(op, self._repeats)
-            copies = [_Copy(op, self._prepared()) for _ in range(number)]
-            runs = [Run(copy.run, copy.fresh) for copy in copies]
-            if warm_s <= SLOW_S and not op.is_inplace:
-                runs *= -(-self._repeats // number)
+            copies = [_Copy(op, op.prepare()) for _ in range(number)]
+            once_each = warm_s > SLOW_S or op.is_inplace
+            runs = [Run(copy.run, copy.fresh) for copy in (copies if once_each else self._in_turns(copies))]
             return seconds(runs, self._device), [copy for copy in copies if copy.outputs]
 
     def _backward(self) -> tuple[float, float]:
@@ -77,12 +74,15 @@ class OpTrial:
 
     def _backward_s(self, *, values: bool, weights: bool) -> float:
         """A backward of its own costs more than as one of many: without what an empty one costs."""
-        copies = self._copies * -(-self._repeats // len(self._copies))
         runs = [
             Run(partial(copy.backward, values=values, weights=weights), tuple(copy.gradients), copy.clear)
-            for copy in copies
+            for copy in self._in_turns(self._copies)
         ]
         return max(seconds(runs, self._device) - self._overhead_s, _LEAST_BACKWARD_S)
+
+    def _in_turns(self, copies: list[_Copy]) -> list[_Copy]:
+        """All of them as often as makes the repeats wanted."""
+        return copies * math.ceil(self._repeats / len(copies))
 
 
 class _Copy:

@@ -31,7 +31,6 @@ __all__ = ["EmulatedDevice", "EmulatedTransport", "Speeds", "emulated_inputs", "
 _DTYPE = torch.float64  # an element holds a moment exactly enough
 _LOSS = "loss"
 
-#: The argument in which an executor that splits backwards gives a stage the list of what it puts off.
 #: What a backward puts off: the gradients of parameters.
 Later: TypeAlias = "list[Callable[[], None]]"
 

@@ -66,7 +66,8 @@ def new_plan(
 ) -> PipelinePlan:
     """The fastest plan over the numbers of micro-batches that may be chosen, in full effort where steps are long."""
     machine = machine_here(mesh, device, links)
-    kept = state(machine.device_of(0))
+    spec = machine.device_of(0)
+    kept = state(spec)
     options = search_options(plugin)
     links_used = {machine.link_of(a, b) for a in range(mesh.pipeline_size) for b in range(mesh.pipeline_size) if a != b}
     graphs: dict[int, tuple[OpGraph, CostGraph, tuple[int, ...]]] = {}
@@ -75,8 +76,8 @@ def new_plan(
         ops = graph_of(call, number)
         costs = measured_costs(plugin, call, rows_of(call, number), device, budget_s=budget_s)
         copied = worth_copying(call.graph, ops, costs, links_used)
-        bytes_per_s = machine.device_of(0).bytes_per_s
-        graphs[number] = ops, cost_graph_of(ops, costs, kept, copied=copied, bytes_per_s=bytes_per_s), copied
+        graph = cost_graph_of(ops, costs, kept, copied=copied, bytes_per_s=spec.bytes_per_s)
+        graphs[number] = ops, graph, copied
         return plan_for(number, "quick")
 
     def plan_for(number: int, effort: str, most_bytes: int | None = None) -> PipelinePlan:

@@ -7,7 +7,6 @@ Ignores: the speed of the machine; `pfeife profile` measures that.
 from __future__ import annotations
 
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import pfeife_accelerate
 from pfeife_accelerate.config import PfeifePlugin, is_enabled, section_variables
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.integration import seams
+from pfeife_accelerate.tools.launch_command import free_port
 
 __all__ = ["SelfTest", "doctor", "self_test"]
 
@@ -62,10 +62,7 @@ def doctor(*, with_self_test: bool = True) -> int:
 
 def self_test(*, limit_s: float = _SELF_TEST_LIMIT_S) -> SelfTest:
     """Start two processes that send a tensor to and fro; never takes longer than `limit_s`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", __name__, str(port)]
+    command = [sys.executable, "-m", __name__, str(free_port())]
     processes = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

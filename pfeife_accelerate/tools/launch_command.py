@@ -5,6 +5,7 @@ Models: local processes. Ignores: what the script does.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,14 @@ import yaml
 from pfeife_accelerate.config import SECTION, PfeifePlugin, export, overlay
 from pfeife_accelerate.errors import PfeifeError
 
-__all__ = ["check_paths", "run_script"]
+__all__ = ["check_paths", "free_port", "run_script"]
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def check_paths(script: Path, config: Path | None, out: Path, *, where: str) -> None:

@@ -25,7 +25,7 @@ _OF_MODELS = ("machine", "batch", "dtype", "seq", "resolution", "replicas", "ran
 
 def add_arguments(parser: argparse.ArgumentParser, *, is_complete: bool = True) -> None:
     """The arguments of `pfeife plan`; unless `is_complete`, somebody fills in what is missing."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="zoo name, preset, timm name, transformers:NAME, "
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name in the zoo, timm name, transformers:NAME, "
                         "diffusers:NAME, or a config.json (file or folder)")  # fmt: skip
     parser.add_argument("--graph", metavar="FILE", help="a cost graph, .json or .json.gz, instead of a model")
     parser.add_argument("--machine", metavar="NAME", help="what to plan a model for, such as a100-40gb")

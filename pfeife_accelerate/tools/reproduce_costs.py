@@ -1,6 +1,7 @@
 """Cost graphs of the paper's models at full size: captured once on fake tensors, kept as cost files where wanted.
 
-Models: roofline times on the simulated device, convolutions in 32 bits at their own rate. Ignores: the loss.
+Models: roofline times on the simulated device, convolutions in 32 bits at their own rate. A loss outside the
+model by the size of what it reads. Ignores: what such a loss computes.
 """
 
 from __future__ import annotations

@@ -205,8 +205,7 @@ def _best(setting: Setting, graph_of: GraphOf, others: float) -> Best:
     machine = simulated_machine(setting.num_devices)
 
     def search(graph: CostGraph, num_ranks: int, num_microbatches: int, effort: str) -> Planned:
-        options = SearchOptions(backward=_BEST.backward, recompute=_BEST.recompute, effort=effort)
-        return make_plan(graph, machine, num_ranks, num_microbatches, options)
+        return make_plan(graph, machine, num_ranks, num_microbatches, replace(_BEST, effort=effort))
 
     found = choose(
         shapes(batch=setting.batch, num_ranks=setting.num_devices, num_microbatches=None, num_replicas=None),

@@ -28,6 +28,7 @@ from rich.text import Text
 
 from pfeife_accelerate.config import PfeifePlugin, child_environment, overlay
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.tools.launch_command import free_port
 from pfeife_accelerate.tools.sizes import format_bytes
 from pfeife_accelerate.tools.zoo_rank import Setting, Turn
 from pfeife_accelerate.zoo import ZooModel
@@ -106,7 +107,7 @@ class _Side:
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs = [folder / f"{name}.{rank}.log" for rank in range(num_ranks)]
-        port = _free_port()
+        port = free_port()
         for rank in range(num_ranks):
             here, there = socket.socketpair()
             command = [sys.executable, "-m", "pfeife_accelerate.tools.zoo_rank", str(there.fileno())]
@@ -237,12 +238,6 @@ def _variables(rank: int, num_ranks: int, port: int, setting: Setting) -> dict[s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _table(setting: Setting, num_ranks: int, rounds: Sequence[tuple[_Round, _Round]]) -> Table:

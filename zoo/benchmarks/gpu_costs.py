@@ -1,7 +1,7 @@
 """One model of `gpu.py`: its operations measured in each precision, the cost files, and one printed line for each.
 
 Models: every distinct operation once, by the package's profiler, the longest first; what is left when the time is up is
-modelled, calibrated by what was measured. Ignores: what operations do to each other's caches.
+modelled, calibrated by what was measured. Ignores: operations that run at the same time.
 """
 
 from __future__ import annotations
