@@ -100,7 +100,7 @@ def assembled(records: Sequence[RankRecord]) -> Timeline:
             waited = received.pop((action.peer, str(_other_side(action, record.rank))), None)
             if waited is None:
                 raise InternalError(id="PF433", what=f"rank {action.peer} has not noted that it received {text}")
-            intervals.append((action, record.rank, fit(start), _arrival_ns(fit(left), *waited)))
+            intervals.append((action, record.rank, fit(start), _arrival_ns(fit(start), fit(left), *waited)))
     if received:
         rank, text = next(iter(received))
         raise InternalError(id="PF433", what=f"rank {rank} noted {text}, which nobody has sent")
@@ -112,9 +112,11 @@ def assembled(records: Sequence[RankRecord]) -> Timeline:
     return Timeline(intervals=tuple(sorted(found, key=lambda i: (i.start_s, i.rank, i.end_s))))
 
 
-def _arrival_ns(left: float, begin: float, end: float) -> float:
-    """When a message could have been there: what a rank takes long after it was sent has lain ready."""
-    return left + max(0.0, end - max(begin, left))
+def _arrival_ns(start: float, left: float, begin: float, end: float) -> float:
+    """When a message could have been there: what a rank takes long after it was sent has lain ready, and what it has
+    taken had arrived, also where the sender was interrupted before it noted that the message had left.
+    """
+    return max(start, min(end, left + max(0.0, end - max(begin, left))))
 
 
 def _other_side(send: Action, sender: int) -> Action:

@@ -38,7 +38,8 @@ class CallValues:
             self[name] = value
 
     def __contains__(self, name: str) -> bool:
-        return name in self._whole or name in self._in_parts
+        with self._lock:  # while a reader joins the parts, the value is in neither place
+            return name in self._whole or name in self._in_parts
 
     def get(self, name: str) -> torch.Tensor | None:
         """The whole value; None if it is not held here."""

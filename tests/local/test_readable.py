@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -82,3 +83,21 @@ def test_parts_are_joined_once_for_the_first_reader():
     assert values["a"].numel() == 1
     with pytest.raises(KeyError, match="b"):
         values["b"]
+
+
+def test_a_value_that_another_reader_joins_at_this_moment_is_held():
+    values, joining, asked = CallValues(), threading.Event(), threading.Event()
+
+    def join():
+        joining.set()
+        assert not asked.wait(0.2), "a question about the value waits until it is whole"
+        return torch.arange(3)
+
+    values.keep_parts("a", join)
+    reader = threading.Thread(target=values.get, args=("a",))
+    reader.start()
+    assert joining.wait(10)
+    is_held = "a" in values
+    asked.set()
+    reader.join(10)
+    assert is_held
