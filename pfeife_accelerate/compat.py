@@ -198,15 +198,19 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
         ignore_logger_methods=messages,
         specialize_float=True,
     )
-    # It warns of each `.item()` in the model's Python, which reads the value from us.
+    # It warns of each `.item()` in the model's Python, which reads the value from us. A filter, not a level: setting a
+    # level empties the caches of all loggers there are, which takes milliseconds.
     logger = logging.getLogger("torch._dynamo.variables.tensor")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(_is_error)
     try:
         with options, _requires_grad_passed_over():
             yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 @contextmanager

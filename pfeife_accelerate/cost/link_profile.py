@@ -1,8 +1,8 @@
 """How fast the ranks of a process group are connected, measured while all of them are busy sending.
 
 Models: the time of the smallest message; bandwidth in each direction with both directions and all disjoint pairs in use
-at once, as in a running pipeline; pairs within a host and between hosts apart. The slowest pair of each kind stands
-for all of them.
+at once, as in a running pipeline, of messages that are in no cache of a core; pairs within a host and between hosts
+apart. The slowest pair of each kind stands for all of them.
 Ignores: every pair but neighbours and opposites (a pipeline sends to neighbours most), and what else uses the network.
 """
 
@@ -29,6 +29,7 @@ __all__ = [
 _PINGS = 32
 _REPEATS = 5
 _SIZES = {"cpu": (1 << 18, 1 << 22), "cuda": (1 << 20, 1 << 25)}
+_DIFFERENT = 4  # large messages that are sent in turn
 _SLOW_S = 0.03  # a small message that takes longer is not followed by a large one
 _TAG = 1 << 30  # beyond the tags of values and gradients
 
@@ -93,12 +94,17 @@ class Transport(Protocol):
 
 
 def measure_links(
-    group: dist.ProcessGroup, transport: Transport, device: torch.device, hosts: Sequence[str]
+    group: dist.ProcessGroup,
+    transport: Transport,
+    device: torch.device,
+    hosts: Sequence[str],
+    copies: bool = False,
 ) -> LinkProfile:
     """Measure how `transport` connects the ranks of `group`, which all call it at the same moment; the same result on
     each.
 
-    `hosts` names the host of each rank of the group. Takes well under a second on links of 1 Gb/s or more.
+    `hosts` names the host of each rank of the group; `copies` tells whether ranks of one host copy themselves. Takes
+    well under a second on links of 1 Gb/s or more.
     """
     # Through gloo, tensors of a GPU travel as copies in the host's memory.
     runner = _Runner(group, transport, device if backend_of(group, device) == "nccl" else torch.device("cpu"))
@@ -112,12 +118,14 @@ def measure_links(
         for peer, latency_s, bytes_per_s in row[:-1]:
             if peer >= 0:
                 same_host = hosts[rank] == hosts[int(peer)]
-                found[same_host].append(LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s))
+                link = LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s, is_copied=copies and same_host)
+                found[same_host].append(link)
     _, latency_s, bytes_per_s = table[0][-1]
+    is_copied = copies and len(set(hosts[:2])) == 1
     return LinkProfile(
         within=_slowest(found[True]) if found[True] else None,
         between=_slowest(found[False]) if found[False] else None,
-        alone=LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s),
+        alone=LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s, is_copied=is_copied),
         ranks_per_host=ranks_per_host(hosts),
     )
 
@@ -151,7 +159,8 @@ class _Runner:
         self.device = device
         self.rank = dist.get_rank(group)
         self.sizes = _SIZES["cuda" if device.type == "cuda" else "cpu"]
-        self.sent = torch.zeros(self.sizes[-1], dtype=torch.uint8, device=device)
+        self.sent = torch.ones(_DIFFERENT * self.sizes[-1], dtype=torch.uint8, device=device)  # zeros have no memory
+        self.offset = 0
 
     def warm_up(self, rounds: Sequence[dict[int, int]]) -> None:
         """The first message between two ranks connects them."""
@@ -190,7 +199,9 @@ class _Runner:
     def exchange(self, peer: int, num_bytes: int) -> None:
         """Send and receive at once."""
         receive = self.receive(peer, num_bytes)
-        self.transport.send(self.sent[:num_bytes], peer, _TAG)
+        self.offset = self.offset if self.offset + num_bytes <= len(self.sent) else 0
+        self.transport.send(self.sent[self.offset : self.offset + num_bytes], peer, _TAG)
+        self.offset += num_bytes
         receive.wait()
         self.transport.flush()
 

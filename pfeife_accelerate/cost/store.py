@@ -33,7 +33,7 @@ _LOG = get_logger(__name__)
 T = TypeVar("T")
 
 #: Changes when the meaning of entries or of their keys does.
-FORMAT: Final = 2
+FORMAT: Final = 3
 _LOCK_WAIT_S = 2.0
 
 

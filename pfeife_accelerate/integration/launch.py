@@ -24,7 +24,7 @@ from pfeife_accelerate.config import (
 )
 from pfeife_accelerate.errors import PfeifeError
 
-__all__ = ["add_argument", "prepare_ranks_env", "prepare_single_process", "process_config"]
+__all__ = ["add_argument", "prepare_ranks_env", "prepare_single_process", "process_config", "with_large_pages"]
 
 _REFUSED: Final = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
@@ -54,7 +54,7 @@ def process_config(original: Callable[..., dict[str, Any]], config_dict: dict[st
 
 
 def prepare_ranks_env(original: Callable[..., dict[str, str]], args: Namespace) -> dict[str, str]:
-    """Hook of `prepare_multi_gpu_env`: last checks before processes start, and threads for CPU ranks."""
+    """Hook of `prepare_multi_gpu_env`: last checks before processes start; threads and large pages for CPU ranks."""
     if not is_enabled():
         return original(args)
     try:
@@ -65,6 +65,8 @@ def prepare_ranks_env(original: Callable[..., dict[str, str]], args: Namespace) 
     env = original(args)
     if flag("ACCELERATE_USE_CPU") and process_variable("OMP_NUM_THREADS") is None:
         env["OMP_NUM_THREADS"] = str(_threads_per_process(args))
+    if flag("ACCELERATE_USE_CPU"):
+        env["GLIBC_TUNABLES"] = with_large_pages(process_variable("GLIBC_TUNABLES"))
     return env
 
 
@@ -115,6 +117,18 @@ def _refuse_indivisible(args: Namespace, plugin: PfeifePlugin) -> None:
     from pfeife_accelerate.session import validate_world
 
     validate_world(world_size=int(args.num_processes), pipeline_size=plugin.pipeline_size)
+
+
+def with_large_pages(tunables: str | None) -> str:
+    """Glibc's tunables, with large pages for tensors in host memory unless they say themselves.
+
+    A step walks through gigabytes; in pages of 4 KiB, misses of the processor's page cache cost some per cent of it. It
+    takes effect where the kernel leaves the choice to programs (`madvise`). Other C libraries ignore the variable.
+    """
+    others = [tunable for tunable in (tunables or "").split(":") if tunable]
+    if any(tunable.startswith("glibc.malloc.hugetlb=") for tunable in others):
+        return ":".join(others)
+    return ":".join([*others, "glibc.malloc.hugetlb=1"])
 
 
 def _threads_per_process(args: Namespace) -> int:

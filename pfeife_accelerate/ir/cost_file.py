@@ -3,9 +3,9 @@
 Format: `nodes` in topological order with `fwd_ms`, `bwd_ms` (or `bwd_input_ms` and `bwd_weight_ms`), `param_bytes`,
 `act_bytes`, `temp_bytes`, `optim_ms`, `op`, and `tied_to` where an operation reads the parameters of an earlier one;
 `edges` with `src`, `dst`, `bytes`, `t` (equal for the readers of one tensor) and `grad`; `link` with `latency_ms` and
-`gb_per_s`, and where there are several hosts `link_between_hosts` and `ranks_per_host`; `device_memory_bytes`;
-`action_ms` and `runs_ahead` as in `DeviceSpec`; `state_bytes` of a node, or `state_bytes_per_param` bytes of parameter,
-gradient and optimizer state for each parameter of `bytes_per_param` bytes.
+`gb_per_s` (and `is_copied`, see `LinkSpec`), and where there are several hosts `link_between_hosts` and
+`ranks_per_host`; `device_memory_bytes`; `action_ms` and `runs_ahead` as in `DeviceSpec`; `state_bytes` of a node, or
+`state_bytes_per_param` bytes of parameter, gradient and optimizer state for each parameter of `bytes_per_param` bytes.
 Ignores: keys it does not know, so that a file may say more than the planner reads.
 """
 
@@ -143,11 +143,16 @@ def _machine(data: CostRow) -> Machine:
 
 def _link(data: CostRow) -> LinkSpec:
     rate = data.number("gb_per_s", least=_LEAST_RATE, most=math.inf)  # inf: a transfer takes the latency alone
-    return LinkSpec(latency_s=data.number("latency_ms", most=_MOST_MS) * _MS, bytes_per_s=rate * _GB)
+    return LinkSpec(
+        latency_s=data.number("latency_ms", most=_MOST_MS) * _MS,
+        bytes_per_s=rate * _GB,
+        is_copied=bool(data.number("is_copied", False)),
+    )
 
 
 def _link_row(link: LinkSpec) -> dict[str, float]:
-    return {"latency_ms": link.latency_s / _MS, "gb_per_s": link.bytes_per_s / _GB}
+    row = {"latency_ms": link.latency_s / _MS, "gb_per_s": link.bytes_per_s / _GB}
+    return {**row, "is_copied": True} if link.is_copied else row
 
 
 def write_cost_file(path: Path, graph: CostGraph, machine: Machine) -> None:

@@ -39,14 +39,28 @@ class DeviceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpec:
-    """A directed link: a transfer takes `latency_s + bytes / bytes_per_s` and holds the link for all of it."""
+    """A directed link: a transfer takes `latency_s + bytes / bytes_per_s` and holds the link for all of it.
+
+    Where it `is_copied`, there is no link: the sender's device copies for half of that time, behind the action that
+    made the values, and the reader's for the other half, before the first action that reads them. So it is between two
+    processes on CPUs that share memory.
+    """
 
     latency_s: float
     bytes_per_s: float
+    is_copied: bool = False
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Seconds that a message of `num_bytes` takes."""
+        """Seconds that a message of `num_bytes` takes, from its producer to its reader."""
         return self.latency_s + num_bytes / self.bytes_per_s
+
+    def copy_s(self, num_bytes: int) -> float:
+        """How long either device is busy with it."""
+        return self.transfer_s(num_bytes) / 2 if self.is_copied else 0.0
+
+    def wire_s(self, num_bytes: int) -> float:
+        """How long the link is busy with it."""
+        return 0.0 if self.is_copied else self.transfer_s(num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

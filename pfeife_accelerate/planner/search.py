@@ -138,7 +138,8 @@ def _planned(problem: Problem, best: Start, recompute: tuple[int, ...], begun: l
     timeline = simulate(lower(schedule, slices.messages), stages, slices.messages, sizes, problem.machine)
     ends = np.zeros(problem.num_ranks)
     for interval in timeline.intervals:
-        if interval.action.kind.is_compute:
+        peer = interval.action.peer
+        if peer is None or problem.machine.link_of(interval.rank, peer).is_copied:
             ends[interval.rank] = max(ends[interval.rank], interval.end_s)
     estimate_s = float((ends + slices.optimizer_s[:, 0]).max())
     if abs(estimate_s - best.value) > 1e-6 * best.value:

@@ -1,7 +1,8 @@
 """How long a step takes.
 
 Models: one compute queue per rank; the host's time for each action; latency + bytes/bandwidth for each transfer, one
-transfer at a time on each directed link, both directions at once; transfers overlap compute.
+transfer at a time on each directed link, both directions at once; transfers overlap compute, but for what the devices
+themselves copy.
 Ignores: contention between links, the optimizer step, receives that are posted late.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import Action, ActionKind, Interval, Machine, Schedule, StageCost, Timeline
+from pfeife_accelerate.ir import Action, ActionKind, Interval, LinkSpec, Machine, Schedule, StageCost, Timeline
 from pfeife_accelerate.schedule import Messages, Transfer, transfer_of
 from pfeife_accelerate.schedule.lowering import add_sends
 from pfeife_accelerate.schedule.messages import Routes
@@ -63,7 +64,28 @@ class _Simulation:
         self.arrived_s: dict[Transfer, float] = {}
         self.rank_free_s = [0.0] * schedule.num_ranks
         self.link_free_s: dict[tuple[int, int], float] = defaultdict(float)
+        self.takes_s: dict[tuple[bool, int], float] = defaultdict(float)  # (is a backward, stage) -> copying before it
+        self.gives_s: dict[tuple[bool, int], float] = defaultdict(float)  # ... and behind it
+        self._note_copies()
         self.intervals: list[Interval] = []
+
+    def _note_copies(self) -> None:
+        for messages in self.routes.from_stage:
+            for message in messages:
+                if self.routes.is_local(message):
+                    continue
+                producer, reader = message.producer_stage, message.reader
+                size = self.sizes[message.route]
+                link = self._link_of(producer, message.consumer_rank)
+                there_s, back_s = link.copy_s(size.forward_bytes), link.copy_s(size.gradient_bytes)
+                self.gives_s[False, producer] += there_s
+                self.takes_s[False, reader] += there_s
+                if message.has_grad:
+                    self.gives_s[True, reader] += back_s
+                    self.takes_s[True, producer] += back_s
+
+    def _link_of(self, stage: int, peer: int) -> LinkSpec:
+        return self.machine.link_of(self.schedule.stage_ranks[stage], peer)
 
     def timeline(self) -> Timeline:
         position = [0] * self.schedule.num_ranks
@@ -95,10 +117,13 @@ class _Simulation:
         if ready_s is None:
             return False
         start_s = max(ready_s, self.rank_free_s[rank])
+        has_messages = kind is not ActionKind.WEIGHT_GRADIENT
+        side = kind.is_backward, action.stage
+        start_s += self.takes_s[side] if has_messages else 0.0
         end_s = start_s + self._duration_s(kind, self.costs[action.stage], rank)
-        self.rank_free_s[rank] = end_s
-        if kind is not ActionKind.WEIGHT_GRADIENT:
-            self.ran_s[kind.is_backward, action.stage, action.microbatch] = end_s
+        free_s = self.rank_free_s[rank] = end_s + (self.gives_s[side] if has_messages else 0.0)
+        if has_messages:
+            self.ran_s[kind.is_backward, action.stage, action.microbatch] = free_s
         self.intervals.append(Interval(action=action, rank=rank, start_s=start_s, end_s=end_s))
         return True
 
@@ -108,9 +133,10 @@ class _Simulation:
         pair = (rank, rank if action.peer is None else action.peer)
         start_s = max(self.rank_free_s[rank], self.link_free_s[pair])  # a send follows the compute that made it
         num_bytes = size.gradient_bytes if transfer.is_gradient else size.forward_bytes
-        end_s = start_s + self.machine.link_of(*pair).transfer_s(num_bytes)
+        link = self.machine.link_of(*pair)
+        end_s = start_s + link.wire_s(num_bytes)
         self.link_free_s[pair] = self.arrived_s[transfer] = end_s
-        self.intervals.append(Interval(action=action, rank=rank, start_s=start_s, end_s=end_s))
+        self.intervals.append(Interval(action=action, rank=rank, start_s=start_s - link.copy_s(num_bytes), end_s=end_s))
 
     def _ready_s(self, action: Action) -> float | None:
         """When everything that `action` needs from other stages is there, or None."""

@@ -81,15 +81,23 @@ class Slices:
 
     @cached_property
     def durations(self) -> Floats:
-        """Rows for `messages`: forwards, backwards (halves apart), messages, their ways back."""
+        """Rows for `messages`: forwards, backwards (halves apart), messages, their ways back.
+
+        What devices copy for a message is part of the stages at its ends; a gradient's, of its first reader.
+        """
         devices = [self.problem.machine.device_of(int(rank)) for rank in self.stage_ranks]
         host_s = np.asarray([device.action_s for device in devices])[:, None]
         ahead = np.asarray([device.runs_ahead for device in devices])[:, None]
         rows = [np.where(ahead, np.maximum(part, host_s), part + host_s) for part in (self.forward_s, *self.backward_s)]
-        (latency, rate), (there, back) = self._links(self.messages), self.message_bytes
+        (latency, rate, copied), (there, back) = self._links(self.messages), self.message_bytes
         # A message of no bytes still takes its latency, one that a slicing does not have takes nothing.
-        seconds = self._traffic[3] * (latency + there / rate)
-        return np.concatenate((*rows, seconds, (back > 0) * (latency + back / rate)))
+        there_s, back_s = self._traffic[3] * (latency + there / rate), (back > 0) * (latency + back / rate)
+        if copied.any():
+            routes = np.asarray([message.route for message in self.messages])
+            for stages in routes.T:
+                np.add.at(rows[0], stages, copied / 2 * there_s)
+                np.add.at(rows[1], stages, copied / 2 * back_s)
+        return np.concatenate((*rows, (1 - copied) * there_s, (1 - copied) * back_s))
 
     def durations_for(self, messages: Messages) -> Floats:
         """`durations` for other messages: those that no slicing has take nothing, what only we have is left out."""
@@ -188,11 +196,16 @@ class Slices:
         )
         return found, there, back, total(None) > 0
 
-    def _links(self, messages: Messages) -> tuple[Floats, Floats]:
-        ranks = self.stage_ranks.tolist()
-        links = [self.problem.machine.link_of(ranks[m.producer_stage], m.consumer_rank) for m in messages]
-        latency = np.asarray([link.latency_s for link in links]).reshape(-1, 1)
-        return latency, np.asarray([link.bytes_per_s for link in links]).reshape(-1, 1)
+    def _links(self, messages: Messages) -> tuple[Floats, Floats, Floats]:
+        """Latency, bytes per second and 1 where devices copy, for each message; within a rank, nothing is copied."""
+        ends = [(int(self.stage_ranks[message.producer_stage]), message.consumer_rank) for message in messages]
+        links = [self.problem.machine.link_of(*pair) for pair in ends]
+        table = [
+            (link.latency_s, link.bytes_per_s, float(link.is_copied and source != target))
+            for link, (source, target) in zip(links, ends, strict=True)
+        ]
+        latency, rate, copied = np.asarray(table, dtype=np.float64).reshape(-1, 3).T[:, :, None]
+        return latency, rate, copied
 
     @cached_property
     def _crossings(self) -> tuple[Ints, Ints, Ints, Ints]:

@@ -75,6 +75,11 @@ class HostTransport(RankTransport):
         """No: messages are matched by tag."""
         return False
 
+    @property
+    def copies(self) -> bool:
+        """Yes: the sender into shared memory, the reader out of it, and nobody else does anything."""
+        return True
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Copy the tensor to where the peer will take it, and return."""
         if self._abort_reason is not None:
@@ -210,6 +215,11 @@ class RoutedTransport(AbstractTransport):
     def needs_order(self) -> bool:
         """Whether one of them matches messages by order."""
         return self._host.needs_order or self._others.needs_order
+
+    @property
+    def copies(self) -> bool:
+        """Whether ranks on this host do."""
+        return self._host.copies
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return."""

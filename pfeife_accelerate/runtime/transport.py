@@ -51,6 +51,11 @@ class AbstractTransport(ABC):
     def needs_order(self) -> bool:
         """Whether both sides must send and post receives in equal order: tags do not tell messages apart."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether the ranks' own devices carry messages; see `LinkSpec.is_copied`."""
+        return False
+
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return. The tensor is kept alive until sent; it must not be changed before `flush`."""
@@ -119,6 +124,11 @@ class WrappingTransport(AbstractTransport):
     def needs_order(self) -> bool:
         """Whether messages are matched by order."""
         return self._inner.needs_order
+
+    @property
+    def copies(self) -> bool:
+        """Whether the inner one's ranks copy."""
+        return self._inner.copies
 
     def flush(self) -> None:
         """Block until all own sends have completed."""

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from pfeife_accelerate.integration.launch import with_large_pages
 from tests.launching import free_port, run_command, run_ranks, run_script
 
 pytestmark = pytest.mark.local
@@ -100,6 +101,14 @@ def test_threads_are_shared_between_the_processes_unless_said_otherwise():
     arguments = ["--num_cpu_threads_per_process", "5"]
     result = run_script(GIVEN, num_processes=2, config=SECTION, launch_args=arguments, env={"OMP_NUM_THREADS": None})
     assert {row[2] for row in given_of(result)} == {"5"}
+
+
+def test_cpu_ranks_get_large_pages_unless_said_otherwise():
+    script = 'import os; print("tunables", os.environ["GLIBC_TUNABLES"], flush=True)'
+    result = run_script(script, num_processes=2, config=SECTION, env={"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"})
+    assert result.check().lines("tunables") == ["tunables glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"] * 2
+    assert with_large_pages(None) == "glibc.malloc.hugetlb=1"
+    assert with_large_pages("glibc.malloc.hugetlb=0:a.b=1") == "glibc.malloc.hugetlb=0:a.b=1"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,8 @@ def simulated_s(problem, order, cuts, recompute=()):
     timeline = simulate(lowered, _stage_costs(slices), slices.messages, sizes, problem.machine)
     ends = [0.0] * problem.num_ranks
     for interval in timeline.intervals:
-        if interval.action.kind.is_compute:
+        peer = interval.action.peer
+        if peer is None or problem.machine.link_of(interval.rank, peer).is_copied:
             ends[interval.rank] = max(ends[interval.rank], interval.end_s)
     return max(end + step for end, step in zip(ends, slices.optimizer_s[:, 0], strict=True))
 
@@ -244,6 +246,33 @@ def test_a_message_of_no_bytes_takes_its_latency():
     order = Order(jobs=(np.asarray([0, 2]), np.asarray([1, 3])), stage_ranks=(0, 1), num_microbatches=1)
     # No gradient bytes are no gradient: the first stage's backward waits for nobody.
     assert alone_s(problem, order, np.asarray([1])) == pytest.approx(1 + 5 + 1 + 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_devices_copy_themselves_is_simulated_alike(seed):
+    problem, order, cuts = a_case(seed)
+    plain = problem.machine
+    near = replace(plain, link=replace(plain.link, is_copied=True))
+    both = near
+    if near.link_between_hosts is not None:
+        both = replace(near, link_between_hosts=replace(near.link_between_hosts, is_copied=True))
+    for machine_ in (near, both):
+        copying = replace(problem, machine=machine_)
+        for row in cuts[:2]:
+            assert alone_s(copying, order, row) == pytest.approx(simulated_s(copying, order, row))
+
+
+def test_copying_keeps_both_devices_busy():
+    """Two stages, two micro-batches, messages of 4: the sender copies for 2, then the reader for 2; 1F1B."""
+    graph = chain(2, num_bytes=4)
+    copying = machine(bytes_per_s=1.0)
+    copying = replace(copying, link=replace(copying.link, is_copied=True))
+    problem = Problem(graph=graph, machine=copying, num_ranks=2, num_microbatches=2, options=SearchOptions())
+    order = Order(jobs=(np.asarray([0, 1, 4, 5]), np.asarray([2, 6, 3, 7])), stage_ranks=(0, 1), num_microbatches=2)
+    # Rank 0: 1F, 2 out, 1F, 2 out. Rank 1 from 3 on: 2 in, 1F, 2B, 2 out (to 10), 2 in, 1F, 2B, 2 out (to 17).
+    # Rank 0: 2 in, 2B (to 14), and from 17 on once more.
+    assert alone_s(problem, order, np.asarray([1])) == pytest.approx(21)
+    assert simulated_s(problem, order, np.asarray([1])) == pytest.approx(21)
 
 
 def test_messages_between_hosts_take_the_link_between_hosts():

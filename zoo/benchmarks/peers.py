@@ -27,7 +27,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from peers_entries import ORDERS, deepspeed, ours, pipelining, plain, profile, replicated
+from peers_entries import (
+    LARGE_PAGES_NAME,
+    ORDERS,
+    deepspeed,
+    ours,
+    pipelining,
+    plain,
+    profile,
+    replicated,
+    with_large_pages,
+)
 from peers_rank import Entry
 from peers_record import ACCUMULATION, AUTO, FIXED, PIPELINES, PLAIN, Cell, Found, Store, surroundings
 from peers_split import best_bounds
@@ -76,7 +86,7 @@ class Turns:
         medians = {name: statistics.median(found or [self.warm_s[name]]) for name, found in self.seconds.items()}
         fastest_s = min((medians[name] for name in PIPELINES if name in medians), default=0.0)
         near = [name for name in PIPELINES if name in medians and medians[name] <= NEARLY * fastest_s]
-        return [name for name in self.seconds if name in ALWAYS or name in near]
+        return [name for name in self.seconds if name in ALWAYS or name in near or name.endswith(LARGE_PAGES_NAME)]
 
 
 def measure(options: argparse.Namespace, model: str, number: int, folder: Path, store: Store) -> Cell:
@@ -118,6 +128,7 @@ def contestants(
     if number == options.microbatches[0]:
         every += [ours(AUTO, None, cache), replicated("DDP"), replicated("FSDP2")]
     every += [pipelining(order, number, bounds[order]) for order in ORDERS]
+    every += [with_large_pages(pipelining(order, number, bounds[order])) for order in ("1F1B", "Interleaved1F1B")]
     every.append(deepspeed(number, bounds["1F1B"], options.deepspeed))
     return (entry for entry in every if not options.only or entry.name in options.only)
 

@@ -8,12 +8,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers_rank import Entry
 
-__all__ = ["LIBRARIES", "ORDERS", "Order", "deepspeed", "ours", "pipelining", "plain", "profile", "replicated"]
+__all__ = [
+    "LARGE_PAGES",
+    "LARGE_PAGES_NAME",
+    "LIBRARIES",
+    "ORDERS",
+    "Order",
+    "deepspeed",
+    "ours",
+    "pipelining",
+    "plain",
+    "profile",
+    "replicated",
+    "with_large_pages",
+]
+
+#: As `accelerate launch` starts this package's processes on CPU.
+LARGE_PAGES: Mapping[str, str] = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+LARGE_PAGES_NAME = ", large pages"
 
 #: What a model is built with: loaded before its memory is counted.
 LIBRARIES: Mapping[str, tuple[str, ...]] = {
@@ -112,4 +129,10 @@ def ours(name: str, num_microbatches: int | None, cache: Path, **options: str) -
             **options,
         },
         is_fresh=True,
+        at_start=LARGE_PAGES,
     )
+
+
+def with_large_pages(entry: Entry) -> Entry:
+    """The same contestant with what `accelerate launch` sets for ours."""
+    return replace(entry, name=entry.name + LARGE_PAGES_NAME, is_fresh=True, at_start=LARGE_PAGES)

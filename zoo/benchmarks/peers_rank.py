@@ -35,6 +35,7 @@ class Entry:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     is_fresh: bool = False  #: started as a new interpreter instead of as a fork of one that has torch loaded
+    at_start: Mapping[str, str] = field(default_factory=dict)  #: variables that a new interpreter must find
 
 
 @dataclass(frozen=True, kw_only=True)

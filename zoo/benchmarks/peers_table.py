@@ -70,6 +70,8 @@ def markdown(cells: Sequence[Cell]) -> str:
         "one are not measured in every round. *Plain* is one process with one thread. Memory is the peak of a",
         "rank's resident memory during steps, above what it holds after imports. *First losses*: those of the first",
         "two steps equal plain training's (accumulation's over the same micro-batches for a model with BatchNorm).",
+        "This package's processes have large pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`), as `accelerate launch`",
+        "starts them; two of the peers are measured with them too.",
         "",
         *_targets(cells),
     ]

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -40,6 +40,18 @@ class StepRecord:
     loss: float | None
 
 
+@contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """A process that starts meanwhile has these in its environment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 class Contestant:
     """A contestant as the referee sees it."""
 
@@ -57,7 +69,8 @@ class Contestant:
             process = context.Process(
                 target=serve, args=(entry, model, libraries, rank, port, folder, there), daemon=True
             )
-            process.start()
+            with _variables(entry.at_start):
+                process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
