@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "zoo" / "benchmarks"))
 
 from endurance import Endured
+from even_memory import scattered_bytes
 from host_cost import Measured
 from peers import Turns
 from peers_rank import Entry, Holdings
@@ -215,3 +216,8 @@ def test_who_fails_in_a_round_is_named_and_the_others_go_on():
         turns.warm_up(contestant)
     assert turns.play(playing, rounds=3, full_rounds=1) == {"ZBV": "gone"}
     assert len(turns.seconds[FIXED]) == 3
+
+
+def test_memory_in_pieces_smaller_than_a_large_page_is_counted():
+    table = "Node 0, zone  DMA32  3 0 1 0 0 0 0 0 1 7 9\nNode 0, zone Normal  0 1 0 0 0 0 0 0 0 2 5\n"
+    assert scattered_bytes(table) == 4096 * (3 + 4 + 256 + 2)

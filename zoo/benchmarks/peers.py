@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from even_memory import even_memory
 from peers_entries import (
     LARGE_PAGES_NAME,
     ORDERS,
@@ -94,7 +95,8 @@ def measure(options: argparse.Namespace, model: str, number: int, folder: Path, 
     bounds = {order: splits[0] for order, splits in splits_of(options, model, number, folder, store).items()}
     entries = list(contestants(options, model, number, folder, bounds))
     turns = Turns()
-    with started(entries, (model, options.rows), folder, warm_up=turns.warm_up) as (playing, failures):
+    starting = started(entries, (model, options.rows), folder, warm_up=turns.warm_up)
+    with even_memory(), starting as (playing, failures):
         failures |= turns.play(playing, options.rounds, options.full_rounds)
         found = {
             name: Found(

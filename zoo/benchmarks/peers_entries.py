@@ -129,6 +129,7 @@ def ours(name: str, num_microbatches: int | None, cache: Path, **options: str) -
             **options,
         },
         is_fresh=True,
+        connects_itself=True,
         at_start=LARGE_PAGES,
     )
 

@@ -35,6 +35,7 @@ class Entry:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     is_fresh: bool = False  #: started as a new interpreter instead of as a fork of one that has torch loaded
+    connects_itself: bool = False  #: starts the process group by itself
     at_start: Mapping[str, str] = field(default_factory=dict)  #: variables that a new interpreter must find
 
 
@@ -134,7 +135,7 @@ def _answer(
     sys.path += entry.path
     for module in (*libraries, *entry.imports):
         import_module(module)
-    if entry.num_ranks > 1 and not entry.is_fresh:
+    if entry.num_ranks > 1 and not entry.connects_itself:
         torch.distributed.init_process_group("gloo", rank=rank, world_size=entry.num_ranks)
     import_module("peers_models")
     maker = getattr(import_module(entry.maker.split(":")[0]), entry.maker.split(":")[1])

@@ -20,7 +20,8 @@ ORDER = (PLAIN, ACCUMULATION, *PIPELINES, "DDP", "FSDP2", FIXED, AUTO)
 def rows(cell: Cell) -> Iterator[tuple[str, ...]]:
     """The lines of a cell's table."""
     names = [name for name in ORDER if name in cell.found or name in cell.failures]
-    for name in [*names, *(n for n in cell.found if n not in names)]:
+    others = [name for name in (*cell.found, *cell.failures) if name not in names]
+    for name in [*names, *others]:
         if name in cell.found:
             yield _row(cell, name, cell.found[name])
         else:
@@ -71,7 +72,7 @@ def markdown(cells: Sequence[Cell]) -> str:
         "rank's resident memory during steps, above what it holds after imports. *First losses*: those of the first",
         "two steps equal plain training's (accumulation's over the same micro-batches for a model with BatchNorm).",
         "This package's processes have large pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`), as `accelerate launch`",
-        "starts them; two of the peers are measured with them too.",
+        "starts them; two of the peers are measured with them too. Memory is compacted before contestants start.",
         "",
         *_targets(cells),
     ]
