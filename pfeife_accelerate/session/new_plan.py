@@ -41,7 +41,7 @@ __all__ = ["TrainingState", "graph_of", "leanest", "new_plan", "search_options",
 
 _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
-_SHORT_STEP_S = 0.02  #: a step so short is not worth seconds of search
+_SHORT_STEP_S = 0.1  #: of a step so short, the full search's seconds are won back after thousands of steps at best
 
 _SHARES_OF_MEMORY = (0.5, 0.6, 0.7, 0.85)  #: of the fastest plan's, tried from below
 _AS_FAST = 0.012  #: expected times that differ by less are equal
