@@ -25,7 +25,6 @@ OWN_ARGUMENTS = {
         "--max_eval_samples=6",
     ),
 }  # fmt: skip
-SCRIPTS = pytest.mark.parametrize("script", ["train_vit.py", "train_llama.py"])
 
 
 def small_model(script: str, folder: Path) -> str:
@@ -81,8 +80,15 @@ def check_equal(found: list[dict], wanted: list[dict], *, relative: float = 1e-4
             assert one[key] == close, (key, one, other)
 
 
-@SCRIPTS
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("script", "num_ranks"),
+    [
+        ("train_vit.py", 2),
+        ("train_llama.py", 3),
+        pytest.param("train_vit.py", 3, marks=pytest.mark.slow),
+        pytest.param("train_llama.py", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_pipeline_records_the_losses_of_one_process(script, num_ranks, runs):
     folder, found = runs(script, num_ranks)
     plain_folder, wanted = runs(script, 1)
@@ -101,7 +107,12 @@ def test_a_pipeline_records_the_losses_of_one_process(script, num_ranks, runs):
 
 @pytest.mark.parametrize(
     ("script", "saved_by", "resumed_by"),
-    [("train_vit.py", 1, 2), ("train_vit.py", 3, 1), ("train_llama.py", 1, 2), ("train_llama.py", 3, 1)],
+    [
+        ("train_vit.py", 1, 2),
+        ("train_llama.py", 3, 1),
+        pytest.param("train_vit.py", 3, 1, marks=pytest.mark.slow),
+        pytest.param("train_llama.py", 1, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_resumes_with_the_losses_of_the_one_that_went_on(script, saved_by, resumed_by, runs, tmp_path):
     folder, records = runs(script, saved_by)
@@ -125,10 +136,17 @@ def test_an_interrupted_pipeline_goes_on_in_its_own_folder(runs, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint_8"]
 
 
-def test_one_loop_compares_the_configurations_and_says_which_cannot_run_here(tmp_path):
+@pytest.mark.parametrize(
+    "on_cpu",
+    [
+        ["plain_cpu", "pfeife_cpu2"],
+        pytest.param(["plain_cpu", "ddp_cpu2", "pfeife_cpu2", "pfeife_cpu3"], marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_one_loop_compares_the_configurations_and_says_which_cannot_run_here(on_cpu, tmp_path):
     names = sorted(path.stem for path in (FOLDER / "configs").glob("*.yaml"))
-    on_cpu = ["plain_cpu", "ddp_cpu2", "pfeife_cpu2", "pfeife_cpu3"]
-    others = [name for name in names if name not in on_cpu]
+    others = [name for name in names if not name.endswith(("_cpu", "_cpu2", "_cpu3"))]
     command = [sys.executable, str(FOLDER / "compare.py"), str(FOLDER / "train_vit.py"), "--out", str(tmp_path)]
     command += ["--configs", *on_cpu, *others, "--", "--max_train_steps=4", "--max_eval_samples=4"]
     command += ["--train_batch_size=4", "--lr_warmup_steps=1", f"--model={small_model('train_vit.py', tmp_path)}"]
@@ -146,4 +164,4 @@ def test_one_loop_compares_the_configurations_and_says_which_cannot_run_here(tmp
         size = rows[name]["num_processes"]
         reasons = (f"needs {size} CUDA devices, there are 0", "deepspeed is not installed")
         assert rows[name]["status"] in reasons and rows[name]["status"] in result.stdout
-    assert (tmp_path / "compare.md").read_text().count("\n| ") == 1 + len(names)
+    assert (tmp_path / "compare.md").read_text().count("\n| ") == 1 + len(rows)
