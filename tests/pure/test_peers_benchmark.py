@@ -101,6 +101,7 @@ def test_losses_of_batch_statistics_are_held_against_accumulation():
     assert cell.has_right_losses("DDP") is None
     other = found(1.7, plan={**PLAN, "num_microbatches": 4}, losses=(6.8, 6.0))
     assert a_cell("resnet", **{AUTO: other}).has_right_losses(AUTO) is None
+    assert a_cell("resnet", **{FIXED: other}).has_right_losses(FIXED) is None, "with other rows in a micro-batch"
 
 
 def test_cells_come_back_from_the_file_as_they_were(tmp_path):

@@ -119,7 +119,7 @@ class Cell:
         same = PLAIN
         if self.has_batch_statistics:
             number = self.found[name].plan.get("num_microbatches", self.num_microbatches)
-            if name in SHARDED or (name == AUTO and number != self.num_microbatches):
+            if name in SHARDED or number != self.num_microbatches:
                 return None
             same = name if name == PLAIN else ACCUMULATION
         if same not in self.found:

@@ -72,7 +72,9 @@ def markdown(cells: Sequence[Cell]) -> str:
         "rank's resident memory during steps, above what it holds after imports. *First losses*: those of the first",
         "two steps equal plain training's (accumulation's over the same micro-batches for a model with BatchNorm).",
         "This package's processes have large pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`), as `accelerate launch`",
-        "starts them; two of the peers are measured with them too. Memory is compacted before contestants start.",
+        "starts them; two of the peers are measured with them too. Memory is compacted before contestants start;",
+        "still, which pages a process got makes steps of equal contestants differ, by up to 18 % (ResNet: fixed and",
+        "auto, which had the same plan). Differences below that say little in one table.",
         "",
         *_targets(cells),
     ]
