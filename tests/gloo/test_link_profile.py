@@ -38,13 +38,15 @@ again = agree_on_links(mesh, transport, cpu, Path(sys.argv[1]))
 unwanted = agree_on_links(mesh, transport, cpu, Path(sys.argv[1]) / "other", is_wanted=rank != 0)
 hosts = hosts_of(dist.group.WORLD)
 assert len(set(hosts)) == 1 and len(hosts) == 3
-apart = measure_links(mesh.pipeline_group, transport, cpu, ("a", "b", "b"))  # as if on two hosts
+apart = measure_links(mesh.pipeline_group, transport, cpu, ("a", "b", "b"), transport.copies)  # as if on two hosts
 assert (first is not None) == (rank == 0) and again == first and unwanted is None
 print("ok", json.dumps([rank, len(calls), took_s]), flush=True)
 if rank == 0:
     link = first.link
-    print("link", json.dumps([link.latency_s, link.bytes_per_s, first.between, first.ranks_per_host]), flush=True)
-print("apart", apart.within is not None, apart.between is not None, apart.ranks_per_host, flush=True)
+    print("link", json.dumps([link.latency_s, link.bytes_per_s, link.is_copied, first.between]), flush=True)
+print("apart", apart.within.is_copied, apart.between.is_copied, apart.alone.is_copied, flush=True)
+if rank == 0:
+    print("sizes", first.ranks_per_host, apart.ranks_per_host, flush=True)
 """
 
 
@@ -124,9 +126,12 @@ def test_three_ranks_measure_once_within_seconds_and_agree(result):
     told = [json.loads(line.removeprefix("ok ")) for line in result.lines("ok")]
     assert [(rank, calls) for rank, calls, _ in told] == [(0, 1), (1, 1), (2, 1)]
     assert max(took_s for *_, took_s in told) < 5.0  # 0.3 s where the cores are free
-    ((latency_s, bytes_per_s, between, size),) = [json.loads(x.removeprefix("link ")) for x in result.lines("link")]
-    assert 1e-6 < latency_s < 0.1 and 1e6 < bytes_per_s < 1e11 and between is None and size is None
-    assert result.lines("apart") == ["apart True True None"] * 3
+    ((latency_s, bytes_per_s, is_copied, between),) = [
+        json.loads(x.removeprefix("link ")) for x in result.lines("link")
+    ]
+    assert 1e-6 < latency_s < 0.1 and 1e6 < bytes_per_s < 1e11 and is_copied and between is None
+    assert result.lines("apart") == ["apart True False False"] * 3, "ranks of one host copy, others do not"
+    assert result.lines("sizes") == ["sizes None None"]
 
 
 def test_every_rank_has_one_partner_at_a_time_and_neighbours_are_partners():
