@@ -129,43 +129,6 @@ def model_config_folder(name):
     raise SystemExit(f"--model {name}: no such folder with a config.json, and not one of {MODEL_CONFIGS}: {known}")
 
 
-def load_splits(args, kind, **options):
-    """The splits of the hub's data set or of the local folder that was asked for, the one to train on among them."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
-    try:
-        if args.dataset_name is not None:
-            source, splits = (
-                f"--dataset_name {args.dataset_name}",
-                load_dataset(args.dataset_name, args.dataset_config_name),
-            )
-        else:
-            source, splits = f"--train_dir {args.train_dir}", load_dataset(kind, data_dir=args.train_dir, **options)
-    except (OSError, ValueError, DatasetsError) as error:
-        source = args.dataset_name or args.train_dir
-        raise SystemExit(f"{source} cannot be read: {error.__cause__ or error}") from None
-    if "train" not in splits:
-        # Files and folders whose names have a word such as `test` in them are taken for that split.
-        raise SystemExit(f"{source} has nothing to train on, only: {', '.join(splits)}")
-    return splits
-
-
-def check_columns(rows, *names):
-    """End with a word where a column that was asked for is missing."""
-    if missing := set(names) - set(rows.column_names):
-        raise SystemExit(f"the data set has the columns {rows.column_names}, not {sorted(missing)}")
-
-
-def check_sizes(train_set, eval_set):
-    """End before training where there is nothing to train on, or nothing to evaluate on at its end."""
-    for what, items in (("train", train_set), ("evaluate", eval_set)):
-        if len(items) == 0:
-            raise SystemExit(
-                f"there is nothing to {what} on: {len(train_set)} training and {len(eval_set)} evaluation items"
-            )
-
-
 # -- accelerator, optimizer, schedule ----------------------------------------------------------------------------------
 
 

@@ -8,8 +8,8 @@ import random
 
 import numpy as np
 import torch
-from common import check_columns, load_splits
 from PIL import Image
+from splits import check_columns, load_splits
 from torch.utils.data import Dataset
 
 HELD_OUT = 0.2

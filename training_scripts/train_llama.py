@@ -21,10 +21,7 @@ from common import (
     RunLog,
     add_training_arguments,
     batch_size_per_process,
-    check_columns,
-    check_sizes,
     fraction,
-    load_splits,
     make_accelerator,
     make_optimizer,
     make_scheduler,
@@ -36,6 +33,7 @@ from common import (
     save_checkpoint,
 )
 from datasets import Dataset, DatasetDict
+from splits import check_columns, check_sizes, load_splits
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, default_data_collator
 

@@ -21,7 +21,6 @@ from common import (
     RunLog,
     add_training_arguments,
     batch_size_per_process,
-    check_sizes,
     make_accelerator,
     make_optimizer,
     make_scheduler,
@@ -38,6 +37,7 @@ from diffusers.training_utils import EMAModel, compute_snr
 from sdxl_data import CachedPictures, CaptionedPictures, load_examples
 from sdxl_parts import pretrained_parts, small_parts
 from sdxl_pictures import Prompts, make_pictures
+from splits import check_sizes
 from torch.utils.data import DataLoader
 
 

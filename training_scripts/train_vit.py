@@ -20,10 +20,7 @@ from common import (
     RunLog,
     add_training_arguments,
     batch_size_per_process,
-    check_columns,
-    check_sizes,
     fraction,
-    load_splits,
     make_accelerator,
     make_optimizer,
     make_scheduler,
@@ -33,6 +30,7 @@ from common import (
     resume,
     save_checkpoint,
 )
+from splits import check_columns, check_sizes, load_splits
 from timm.data import create_transform, resolve_data_config
 from torch.utils.data import DataLoader, Dataset, Subset
 

@@ -40,7 +40,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-common, compare, generate = (load(FOLDER / name) for name in ("common.py", "compare.py", "configs/generate.py"))
+common, compare, generate, splits = (
+    load(FOLDER / name) for name in ("common.py", "compare.py", "configs/generate.py", "splits.py")
+)
 
 
 # -- configurations ----------------------------------------------------------------------------------------------------
@@ -184,26 +186,25 @@ def test_numbers_and_folders_that_cannot_be_meant_end_with_a_word(argument, why,
 def test_data_sets_that_cannot_be_trained_on_end_with_a_word(tmp_path):
     from datasets import Dataset
 
-    def splits(**changes: object):
-        return common.load_splits(argparse.Namespace(dataset_name=None, train_dir=str(tmp_path), **changes), "text")
+    args = argparse.Namespace(dataset_name=None, train_dir=str(tmp_path))
 
     with pytest.raises(SystemExit, match=r"cannot be read: .* doesn't contain any data files"):
-        splits()
+        splits.load_splits(args, "text")
     (tmp_path / "test_of_it.txt").write_text("Named like a split.")
     with pytest.raises(SystemExit, match="has nothing to train on, only: test"):
-        splits()
+        splits.load_splits(args, "text")
     (tmp_path / "train.txt").write_bytes(b"\xff\xfe\x80")
     with pytest.raises(SystemExit, match=f"{tmp_path} cannot be read: .*codec can't decode"):
-        splits()
+        splits.load_splits(args, "text")
     rows = Dataset.from_dict({"text": ["a"], "picture": [1]})
-    common.check_columns(rows, "text")
+    splits.check_columns(rows, "text")
     with pytest.raises(SystemExit, match=r"columns \['text', 'picture'\], not \['image', 'label'\]"):
-        common.check_columns(rows, "text", "label", "image")
-    common.check_sizes([1], [2])
+        splits.check_columns(rows, "text", "label", "image")
+    splits.check_sizes([1], [2])
     with pytest.raises(SystemExit, match="nothing to evaluate on: 1 training and 0 evaluation items"):
-        common.check_sizes([1], [])
+        splits.check_sizes([1], [])
     with pytest.raises(SystemExit, match="nothing to train on: 0 training and 1 evaluation items"):
-        common.check_sizes([], [1])
+        splits.check_sizes([], [1])
 
 
 @pytest.mark.parametrize("classes", [("car", "test", "train"), ("car",)])
