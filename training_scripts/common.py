@@ -3,11 +3,13 @@
 Ignores: models, data, losses and the training loop, which each script has in full.
 """
 
+import argparse
 import contextlib
 import json
 import math
 import os
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -23,42 +25,83 @@ MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "zoo" / "configs"
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
+def positive(text):
+    """An argument: a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def not_negative(number):
+    """An argument: a number, of the type `number`, from 0 on."""
+
+    def read(text):
+        value = number(text)
+        if not value >= 0:
+            raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+        return value
+
+    read.__name__ = number.__name__  # argparse names it where the text is no number
+    return read
+
+
+def fraction(text):
+    """An argument: a part of a whole, neither nothing nor all of it."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
 def add_training_arguments(parser, **defaults):
     """Arguments of every script; `defaults` are what this script wants instead of the defaults here."""
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", default="outputs", help="folder of metrics.jsonl, checkpoints and the final model")
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--num_workers", type=int, default=0, help="processes that load data, for each training process")
+    run.add_argument(
+        "--num_workers", type=not_negative(int), default=0, help="processes that load data, for each training process"
+    )
     run.add_argument("--report_to", help="a tracker of Accelerate: tensorboard, wandb, ... or all")
-    run.add_argument("--logging_steps", type=int, default=1, help="the loss is read and recorded every so many steps")
-    run.add_argument("--eval_steps", type=int, help="evaluate every so many steps; without it, once at the end")
-    run.add_argument("--checkpointing_steps", type=int, help="save the training state every so many steps")
-    run.add_argument("--checkpoints_total_limit", type=int, help="the oldest checkpoints above this number are removed")
+    run.add_argument(
+        "--logging_steps", type=positive, default=1, help="the loss is read and recorded every so many steps"
+    )
+    run.add_argument("--eval_steps", type=positive, help="evaluate every so many steps; without it, once at the end")
+    run.add_argument("--checkpointing_steps", type=positive, help="save the training state every so many steps")
+    run.add_argument(
+        "--checkpoints_total_limit", type=positive, help="the oldest checkpoints above this number are removed"
+    )
     run.add_argument("--resume_from_checkpoint", help="a checkpoint's folder, or `latest` of output_dir")
 
     steps = parser.add_argument_group("steps")
-    steps.add_argument("--num_train_epochs", type=int, default=1)
-    steps.add_argument("--max_train_steps", type=int, help="optimizer steps; overrides num_train_epochs")
-    steps.add_argument("--max_train_samples", type=int, help="use only so many training items")
-    steps.add_argument("--max_eval_samples", type=int, help="use only so many evaluation items")
+    steps.add_argument("--num_train_epochs", type=positive, default=1)
+    steps.add_argument("--max_train_steps", type=positive, help="optimizer steps; overrides num_train_epochs")
+    steps.add_argument("--max_train_samples", type=positive, help="use only so many training items")
+    steps.add_argument("--max_eval_samples", type=positive, help="use only so many evaluation items")
     steps.add_argument(
-        "--train_batch_size", type=int, default=16, help="items of one optimizer step, over all processes"
+        "--train_batch_size", type=positive, default=16, help="items of one optimizer step, over all processes"
     )
-    steps.add_argument("--eval_batch_size", type=int, default=16, help="items of one evaluation batch of a process")
     steps.add_argument(
-        "--gradient_accumulation_steps", type=int, default=1, help="backward passes that share a step's items"
+        "--eval_batch_size", type=positive, default=16, help="items of one evaluation batch of a process"
+    )
+    steps.add_argument(
+        "--gradient_accumulation_steps", type=positive, default=1, help="backward passes that share a step's items"
     )
     steps.add_argument("--gradient_checkpointing", action="store_true", help="compute activations twice, keep few")
 
     optimizer = parser.add_argument_group("optimizer")
-    optimizer.add_argument("--learning_rate", type=float, default=1e-3)
-    optimizer.add_argument("--weight_decay", type=float, default=0.01, help="not applied to biases and norms")
-    optimizer.add_argument("--adam_beta1", type=float, default=0.9)
-    optimizer.add_argument("--adam_beta2", type=float, default=0.999)
+    optimizer.add_argument("--learning_rate", type=not_negative(float), default=1e-3)
+    optimizer.add_argument(
+        "--weight_decay", type=not_negative(float), default=0.01, help="not applied to biases and norms"
+    )
+    optimizer.add_argument("--adam_beta1", type=fraction, default=0.9)
+    optimizer.add_argument("--adam_beta2", type=fraction, default=0.999)
     optimizer.add_argument("--adam_epsilon", type=float, default=1e-8)
-    optimizer.add_argument("--max_grad_norm", type=float, default=1.0, help="0: gradients are not clipped")
+    optimizer.add_argument(
+        "--max_grad_norm", type=not_negative(float), default=1.0, help="0: gradients are not clipped"
+    )
     optimizer.add_argument("--lr_scheduler", choices=["cosine", "linear", "constant"], default="cosine")
-    optimizer.add_argument("--lr_warmup_steps", type=int, default=10)
+    optimizer.add_argument("--lr_warmup_steps", type=not_negative(int), default=10)
     parser.set_defaults(**defaults)
 
 
@@ -70,6 +113,10 @@ def parse_arguments(parser):
     # `--checkpointing_steps 4` of a run that is not resumed must not mix with what an earlier run left behind.
     if args.checkpointing_steps and not args.resume_from_checkpoint and checkpoints(args.output_dir):
         parser.error(f"{args.output_dir} has checkpoints: --resume_from_checkpoint latest, or another --output_dir")
+    if args.resume_from_checkpoint not in (None, "latest") and not Path(args.resume_from_checkpoint).is_dir():
+        parser.error(f"--resume_from_checkpoint {args.resume_from_checkpoint}: no such folder")
+    if Path(args.output_dir).exists() and not Path(args.output_dir).is_dir():
+        parser.error(f"--output_dir {args.output_dir} is a file")
     return args
 
 
@@ -186,12 +233,17 @@ class Progress:
 
 def checkpoints(output_dir):
     """Folders of the saved training states, oldest first."""
-    found = Path(output_dir).glob("checkpoints/checkpoint_*")
-    return sorted(found, key=lambda folder: int(folder.name.rpartition("_")[2]))
+    found = {folder: folder.name.rpartition("_")[2] for folder in Path(output_dir).glob("checkpoints/checkpoint_*")}
+    return sorted((folder for folder, step in found.items() if step.isdecimal()), key=lambda folder: int(found[folder]))
 
 
 def save_checkpoint(accelerator, progress):
     """Save model, optimizer, schedule, generators and progress as <output_dir>/checkpoints/checkpoint_<step>."""
+    folder = Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{progress.step}"
+    # After a resume from an earlier one, steps are taken, and saved, again.
+    if accelerator.is_main_process and folder.exists():
+        shutil.rmtree(folder)
+    accelerator.wait_for_everyone()
     accelerator.project_configuration.iteration = progress.step
     accelerator.save_state()
 
@@ -200,10 +252,17 @@ def resume(accelerator, args, progress):
     """Load the checkpoint that was asked for, if any. `progress` has to be registered for checkpointing."""
     folder = args.resume_from_checkpoint
     if folder == "latest":
-        folder = next(reversed(checkpoints(args.output_dir)), None)
+        saved = checkpoints(args.output_dir)
+        # The registered progress is what a checkpoint gets last: without it, its run was ended while saving.
+        whole = [folder for folder in saved if (folder / "custom_checkpoint_0.pkl").is_file()]
+        if saved and saved[-1:] != whole[-1:]:
+            accelerator.print(f"{saved[-1]} is not complete: an earlier one is used")
+        folder = next(reversed(whole), None)
         if folder is None:
             accelerator.print(f"no checkpoint in {args.output_dir}: training starts from the beginning")
     if folder is not None:
+        if not (Path(folder) / "custom_checkpoint_0.pkl").is_file():
+            raise SystemExit(f"--resume_from_checkpoint {folder}: not a complete checkpoint of this script")
         accelerator.load_state(str(folder))
         accelerator.print(f"resumed from {folder} at step {progress.step}")
 
@@ -266,7 +325,8 @@ class RunLog:
         """The run is over: its speed without the first step, and the peak memory of each process."""
         speeds = _speeds(self.items, self.tokens, self.seconds) if self.items else {}
         peaks = peak_memory_bytes(self.accelerator, self.path.parent / "peak_memory")
-        self._write(dict(kind="summary", steps=self.steps, **speeds, peak_memory_bytes=peaks, **values))
+        steps = self.steps + self._steps  # the last ones are not recorded where logging_steps does not divide them
+        self._write(dict(kind="summary", steps=steps, **speeds, peak_memory_bytes=peaks, **values))
 
     @contextlib.contextmanager
     def paused(self):

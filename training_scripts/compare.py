@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -27,6 +28,8 @@ from pathlib import Path
 import yaml
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+ENDING_S = 60.0
+"""A launcher gives its processes 30 seconds to end by themselves before it ends them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +51,46 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("script", type=Path)
     parser.add_argument("--configs", nargs="+", required=True, help="yaml files, or names of those in configs/")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=positive(int), default=1)
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"), help="folder of the table and the runs")
-    parser.add_argument("--timeout", type=float, help="seconds after which a run is ended")
+    parser.add_argument("--timeout", type=positive(float), help="seconds after which a run is ended")
     own, script_args = sys.argv[1:], []
     if "--" in own:
         at = own.index("--")
         own, script_args = own[:at], own[at + 1 :]
     args = parser.parse_args(own)
     args.configs = [config_file(parser, name) for name in args.configs]
+    stems = [path.stem for path in args.configs]
+    if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
+        parser.error(f"--configs: {', '.join(twice)} twice; --repeats runs all of them several times")
+    if not args.script.is_file():
+        parser.error(f"{args.script}: no such file")
     return args, script_args
+
+
+def positive(number):
+    """An argument: a number, of the type `number`, above 0."""
+
+    def read(text):
+        value = number(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    read.__name__ = number.__name__  # argparse names it where the text is no number
+    return read
+
+
+def read_config(path):
+    """The options of a configuration file, or an end with a word."""
+    try:
+        options = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise SystemExit(f"{path} is not YAML: {error}") from None
+    needed = ("distributed_type", "num_processes")
+    if not isinstance(options, dict) or any(name not in options for name in needed):
+        raise SystemExit(f"{path} is no configuration of Accelerate: it does not say {' and '.join(needed)}")
+    return options
 
 
 def config_file(parser, name):
@@ -92,8 +125,10 @@ def missing(path, options):
 
 def run(path, options, script, script_args, folder, timeout):
     """Launch the script; "ok", or how it failed. What it prints is in log.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    # Of an earlier comparison: its checkpoints would make the script refuse to begin anew.
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     command += ["--main_process_port", str(free_port()), str(script), *script_args, "--output_dir", str(folder)]
     env = dict(os.environ)
@@ -108,11 +143,21 @@ def run(path, options, script, script_args, folder, timeout):
             return f"took longer than {timeout:g} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end(process)
     if code == 0:
-        return "ok"
+        return "ok" if (folder / "metrics.jsonl").is_file() else f"failed, it wrote no {folder / 'metrics.jsonl'}"
     return "out of memory" if "out of memory" in log.read_text(errors="replace").lower() else f"failed, see {log}"
+
+
+def end(process):
+    """End a launcher and the processes that it started."""
+    # These are in sessions of their own, where only the launcher finds them: it ends them when it is asked to end.
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def free_port():
@@ -187,7 +232,7 @@ def number(value, form):
 
 def main():
     args, script_args = parse_args()
-    options = {path: yaml.safe_load(path.read_text()) for path in args.configs}
+    options = {path: read_config(path) for path in args.configs}
     statuses, runs = defaultdict(list), defaultdict(list)
     for path in args.configs:
         if reason := missing(path, options[path]):

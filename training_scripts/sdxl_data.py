@@ -3,15 +3,18 @@
 Ignores: aspect-ratio buckets. Every picture is cut to a square.
 """
 
+import math
 import random
 
 import numpy as np
 import torch
 from PIL import Image
+from splits import check_columns, load_splits
 from torch.utils.data import Dataset
 
 HELD_OUT = 0.2
-"""Of each photograph's width: training crops lie to the left of it, held-out crops in it."""
+"""Of each photograph's width: training crops lie to the left of it, held-out crops in it. At most so much of a data
+set's pictures."""
 
 
 def load_examples(args, split):
@@ -22,21 +25,14 @@ def load_examples(args, split):
     if args.dataset_name is None and args.train_dir is None:
         count = (args.max_train_samples or 512) if split == "train" else args.max_eval_samples
         return photo_crops(count, side=args.resolution, held_out=split != "train", seed=args.seed)
-    from datasets import load_dataset
-
-    if args.dataset_name is not None:
-        pictures = load_dataset(args.dataset_name, args.dataset_config_name, split="train")
-    else:
-        # A folder of pictures with a metadata.csv or metadata.jsonl that gives each `file_name` its caption.
-        pictures = load_dataset("imagefolder", data_dir=args.train_dir, split="train")
-    missing = {args.image_column, args.caption_column} - set(pictures.column_names)
-    if missing:
-        raise SystemExit(f"the dataset has the columns {pictures.column_names}, not {sorted(missing)}")
+    # A folder of pictures has a metadata.csv or metadata.jsonl that gives each `file_name` its caption.
+    pictures = load_splits(args, "imagefolder")["train"]
+    check_columns(pictures, args.image_column, args.caption_column)
     pictures = pictures.select_columns([args.image_column, args.caption_column])
     pictures = pictures.rename_columns({args.image_column: "image", args.caption_column: "text"})
     # One order for all processes, of which the last pictures are held out.
     pictures = pictures.shuffle(seed=args.seed)
-    num_train = max(1, len(pictures) - args.max_eval_samples)
+    num_train = len(pictures) - min(args.max_eval_samples, math.ceil(HELD_OUT * len(pictures)))
     if split == "train":
         return pictures.select(range(min(num_train, args.max_train_samples or num_train)))
     return pictures.select(range(num_train, len(pictures)))

@@ -21,16 +21,19 @@ from common import (
     RunLog,
     add_training_arguments,
     batch_size_per_process,
+    fraction,
     make_accelerator,
     make_optimizer,
     make_scheduler,
     model_config_folder,
     number_of_steps,
     parse_arguments,
+    positive,
     resume,
     save_checkpoint,
 )
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict
+from splits import check_columns, check_sizes, load_splits
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, default_data_collator
 
@@ -48,8 +51,10 @@ def parse_args():
     parser.add_argument("--dataset_config_name")
     parser.add_argument("--train_dir", help="a local folder of .txt files, or train/ and validation/ with these")
     parser.add_argument("--text_column", default="text")
-    parser.add_argument("--eval_fraction", type=float, default=0.1, help="held out where there is no validation split")
-    parser.add_argument("--block_size", type=int, default=128, help="tokens of one training item")
+    parser.add_argument(
+        "--eval_fraction", type=fraction, default=0.1, help="held out where there is no validation split"
+    )
+    parser.add_argument("--block_size", type=positive, default=128, help="tokens of one training item")
     add_training_arguments(parser, output_dir="outputs/train_llama", train_batch_size=16)
     return parse_arguments(parser)
 
@@ -58,19 +63,18 @@ def parse_args():
 
 
 def load_texts(args):
-    """Rows of text, with the splits `train` and `validation`."""
-    if args.dataset_name is not None:
-        texts = load_dataset(args.dataset_name, args.dataset_config_name)
-    elif args.train_dir is not None:
-        texts = load_dataset("text", data_dir=args.train_dir, sample_by="document")
+    """Rows of text, with the splits `train` and, but for a single text, `validation`."""
+    if args.dataset_name is not None or args.train_dir is not None:
+        texts = load_splits(args, "text", sample_by="document")
+        check_columns(texts["train"], args.text_column)
     else:
         from pydoc_data.topics import topics
 
         texts = DatasetDict(train=Dataset.from_dict({args.text_column: sorted(set(topics.values()))}))
-    if "validation" not in texts:
+    if "validation" not in texts and len(texts["train"]) > 1:
         split = texts["train"].train_test_split(args.eval_fraction, seed=0)
         texts = DatasetDict(train=split["train"], validation=split["test"])
-    return texts
+    return DatasetDict({name: texts[name] for name in ("train", "validation") if name in texts})
 
 
 def load_blocks(args, tokenizer):
@@ -88,9 +92,13 @@ def load_blocks(args, tokenizer):
         return blocks if count is None else blocks.select(range(min(count, len(blocks))))
 
     texts = load_texts(args)
-    texts = DatasetDict(train=texts["train"], validation=texts["validation"])
     tokens = texts.map(tokenize, batched=True, remove_columns=texts["train"].column_names, desc="tokenize")
     blocks = tokens.map(cut, batched=True, remove_columns=["input_ids"], desc="cut into blocks")
+    if "validation" not in blocks:  # of a single text, the end is held out
+        count = math.ceil(len(blocks["train"]) * args.eval_fraction)
+        border = len(blocks["train"]) - count
+        blocks["validation"] = blocks["train"].select(range(border, border + count))
+        blocks["train"] = blocks["train"].select(range(border))
     return first(blocks["train"], args.max_train_samples), first(blocks["validation"], args.max_eval_samples)
 
 
@@ -179,6 +187,7 @@ def main():
     tokenizer = load_tokenizer(args)
     with accelerator.main_process_first():  # the others find the tokens in the cache of `datasets`
         train_set, eval_set = load_blocks(args, tokenizer)
+    check_sizes(train_set, eval_set)
     options = {"collate_fn": default_data_collator, "num_workers": args.num_workers}
     options["pin_memory"] = torch.cuda.is_available()
     batch_size = batch_size_per_process(args, accelerator)

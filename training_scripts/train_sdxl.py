@@ -25,8 +25,10 @@ from common import (
     make_optimizer,
     make_scheduler,
     model_config_folder,
+    not_negative,
     number_of_steps,
     parse_arguments,
+    positive,
     resume,
     save_checkpoint,
 )
@@ -35,6 +37,7 @@ from diffusers.training_utils import EMAModel, compute_snr
 from sdxl_data import CachedPictures, CaptionedPictures, load_examples
 from sdxl_parts import pretrained_parts, small_parts
 from sdxl_pictures import Prompts, make_pictures
+from splits import check_sizes
 from torch.utils.data import DataLoader
 
 
@@ -47,7 +50,7 @@ def parse_args():
     add_data_arguments(parser.add_argument_group("data"))
     loss = parser.add_argument_group("noise and loss")
     loss.add_argument("--prediction_type", choices=["epsilon", "v_prediction"], help="default: the noise schedule's")
-    loss.add_argument("--snr_gamma", type=float, help="weigh time steps by min(SNR, gamma); 5.0 is usual")
+    loss.add_argument("--snr_gamma", type=not_negative(float), help="weigh time steps by min(SNR, gamma); 5.0 is usual")
     loss.add_argument("--noise_offset", type=float, default=0.0, help="noise added to a whole channel")
     loss.add_argument("--proportion_empty_prompts", type=float, default=0.0, help="captions replaced by an empty one")
     ema = parser.add_argument_group("moving average of the weights")
@@ -55,9 +58,9 @@ def parse_args():
     ema.add_argument("--ema_decay", type=float, default=0.9999)
     ema.add_argument("--foreach_ema", action="store_true", help="average all weights by a few calls")
     pictures = parser.add_argument_group("sample pictures")
-    pictures.add_argument("--validation_steps", type=int, help="make pictures every so many steps, and at the end")
+    pictures.add_argument("--validation_steps", type=positive, help="make pictures every so many steps, and at the end")
     pictures.add_argument("--validation_prompts", nargs="+", help="default: captions that were held out")
-    pictures.add_argument("--num_inference_steps", type=int, default=20)
+    pictures.add_argument("--num_inference_steps", type=positive, default=20)
     pictures.add_argument("--guidance_scale", type=float, default=5.0)
     add_training_arguments(
         parser, output_dir="outputs/train_sdxl", train_batch_size=16, eval_batch_size=16, weight_decay=0.01,
@@ -72,7 +75,7 @@ def add_data_arguments(data):
     data.add_argument("--train_dir", help="a local folder of pictures, with captions in metadata.csv or metadata.jsonl")
     data.add_argument("--image_column", default="image")
     data.add_argument("--caption_column", default="text")
-    data.add_argument("--resolution", type=int, help="pixels of a side; default: what the U-Net is made for")
+    data.add_argument("--resolution", type=positive, help="pixels of a side; default: what the U-Net is made for")
     data.add_argument("--random_crop", action="store_true", help="instead of the middle")
     data.add_argument("--random_flip", action="store_true", help="half of the pictures are mirrored")
     data.add_argument(
@@ -93,6 +96,7 @@ def build_models(args):
         unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(str(model_config_folder(args.model))))
     args.resolution = args.resolution or unet.config.sample_size * 8
     train_rows, eval_rows = load_examples(args, "train"), load_examples(args, "validation")
+    check_sizes(train_rows, eval_rows)
     if args.pretrained:
         options = dict(revision=args.revision, variant=args.variant, prediction_type=args.prediction_type)
         parts = pretrained_parts(args.pretrained, **options)

@@ -20,6 +20,7 @@ from common import (
     RunLog,
     add_training_arguments,
     batch_size_per_process,
+    fraction,
     make_accelerator,
     make_optimizer,
     make_scheduler,
@@ -29,6 +30,7 @@ from common import (
     resume,
     save_checkpoint,
 )
+from splits import check_columns, check_sizes, load_splits
 from timm.data import create_transform, resolve_data_config
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -48,7 +50,7 @@ def parse_args():
     parser.add_argument("--image_column", default="image")
     parser.add_argument("--label_column", default="label")
     parser.add_argument(
-        "--eval_fraction", type=float, default=0.2, help="held out where the data set has no validation split"
+        "--eval_fraction", type=fraction, default=0.2, help="held out where the data set has no validation split"
     )
     parser.add_argument("--label_smoothing", type=float, default=0.1)
     add_training_arguments(
@@ -82,13 +84,13 @@ def load_rows(args):
         rows, num_classes = digits(), 10
         splits = None
     else:
-        from datasets import load_dataset
-
-        if args.dataset_name is not None:
-            splits = load_dataset(args.dataset_name, args.dataset_config_name)
-        else:
-            splits = load_dataset("imagefolder", data_dir=args.train_dir)
-        rows, num_classes = splits["train"], splits["train"].features[args.label_column].num_classes
+        splits = load_splits(args, "imagefolder")
+        rows = splits["train"]
+        check_columns(rows, args.image_column, args.label_column)
+        num_classes = getattr(rows.features[args.label_column], "num_classes", None)
+        if num_classes is None or None in rows[args.label_column]:
+            # `datasets` takes folders with names such as `test` for splits, not for classes.
+            raise SystemExit(f"the column {args.label_column} does not give each image its class")
     held_out = next((splits[name] for name in ("validation", "test") if splits and name in splits), None)
     if held_out is None:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
@@ -209,6 +211,7 @@ def main():
 
     train_rows, eval_rows, num_classes = load_rows(args)
     model = build_model(args, num_classes)
+    check_sizes(train_rows, eval_rows)
     tokens_per_image = model.patch_embed.num_patches + model.num_prefix_tokens
     train_set, eval_set = make_datasets(args, train_rows, eval_rows, model)
     batch_size = batch_size_per_process(args, accelerator)

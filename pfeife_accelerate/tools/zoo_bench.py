@@ -182,8 +182,15 @@ class _Side:
 def bench(model: ZooModel, request: BenchRequest, console: Console) -> int:
     """Train, compare, print; gives the exit code.
 
-    Raises: PfeifeError PF135 without the model's library, PF159 if a process fails.
+    Raises: PfeifeError PF135 without the model's library, PF157 for a size that the model has not, PF159 if a process
+    fails.
     """
+    for name, wanted, own in (
+        ("seq", request.seq, model.size.seq),
+        ("resolution", request.resolution, model.size.resolution),
+    ):
+        if wanted is not None and own is None:
+            raise PfeifeError(id="PF157", what=f"--{name} {wanted}", why=f"{model.name} has no such size")
     library(model.library)
     setting = Setting(
         name=model.name,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +40,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-common, compare, generate = (load(FOLDER / name) for name in ("common.py", "compare.py", "configs/generate.py"))
+common, compare, generate, splits = (
+    load(FOLDER / name) for name in ("common.py", "compare.py", "configs/generate.py", "splits.py")
+)
 
 
 # -- configurations ----------------------------------------------------------------------------------------------------
@@ -151,6 +157,123 @@ def test_scripts_refuse_what_cannot_be_meant(tmp_path, monkeypatch, capsys):
         common.batch_size_per_process(args, Processes(3))
     with pytest.raises(SystemExit, match=r"--model vit-g15: no such folder .* vit-g14, vit-g14-tiny"):
         common.model_config_folder("vit-g15")
+
+
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [
+        ("--max_train_steps=0", "0 is not at least 1"),
+        ("--logging_steps=0", "0 is not at least 1"),
+        ("--train_batch_size=0", "0 is not at least 1"),
+        ("--gradient_accumulation_steps=0", "0 is not at least 1"),
+        ("--max_eval_samples=0", "0 is not at least 1"),
+        ("--num_workers=-1", "-1 is not at least 0"),
+        ("--learning_rate=nan", "nan is not at least 0"),
+        ("--learning_rate=fast", "invalid float value: 'fast'"),
+        ("--adam_beta2=1.5", "1.5 is not between 0 and 1"),
+        ("--resume_from_checkpoint=nowhere", "--resume_from_checkpoint nowhere: no such folder"),
+    ],
+)
+def test_numbers_and_folders_that_cannot_be_meant_end_with_a_word(argument, why, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", argument])
+    parser = argparse.ArgumentParser()
+    common.add_training_arguments(parser)
+    with pytest.raises(SystemExit):
+        common.parse_arguments(parser)
+    assert why in capsys.readouterr().err
+
+
+def test_data_sets_that_cannot_be_trained_on_end_with_a_word(tmp_path):
+    from datasets import Dataset
+
+    args = argparse.Namespace(dataset_name=None, train_dir=str(tmp_path))
+
+    with pytest.raises(SystemExit, match=r"cannot be read: .* doesn't contain any data files"):
+        splits.load_splits(args, "text")
+    (tmp_path / "test_of_it.txt").write_text("Named like a split.")
+    with pytest.raises(SystemExit, match="has nothing to train on, only: test"):
+        splits.load_splits(args, "text")
+    (tmp_path / "train.txt").write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(SystemExit, match=f"{tmp_path} cannot be read: .*codec can't decode"):
+        splits.load_splits(args, "text")
+    rows = Dataset.from_dict({"text": ["a"], "picture": [1]})
+    splits.check_columns(rows, "text")
+    with pytest.raises(SystemExit, match=r"columns \['text', 'picture'\], not \['image', 'label'\]"):
+        splits.check_columns(rows, "text", "label", "image")
+    splits.check_sizes([1], [2])
+    with pytest.raises(SystemExit, match="nothing to evaluate on: 1 training and 0 evaluation items"):
+        splits.check_sizes([1], [])
+    with pytest.raises(SystemExit, match="nothing to train on: 0 training and 1 evaluation items"):
+        splits.check_sizes([], [1])
+
+
+@pytest.mark.parametrize("classes", [("car", "test", "train"), ("car",)])
+def test_folders_that_do_not_give_classes_are_refused(classes, tmp_path, monkeypatch):
+    from PIL import Image
+
+    for name in classes:
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.png")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    train_vit = load(FOLDER / "train_vit.py")
+    monkeypatch.setattr(sys, "argv", ["train_vit.py", f"--train_dir={tmp_path}"])
+    with pytest.raises(SystemExit, match="label"):
+        train_vit.load_rows(train_vit.parse_args())
+
+
+def test_of_a_single_text_the_end_is_held_out(tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text("".join(chr(97 + number // 16) for number in range(16 * 20)))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    train_llama = load(FOLDER / "train_llama.py")
+    arguments = [f"--train_dir={tmp_path}", "--block_size=16", "--eval_fraction=0.25"]
+    monkeypatch.setattr(sys, "argv", ["train_llama.py", *arguments])
+    args = train_llama.parse_args()
+    tokenizer = train_llama.load_tokenizer(args)
+    train_set, eval_set = train_llama.load_blocks(args, tokenizer)
+    texts = [[tokenizer.decode(block)[0] for block in blocks["input_ids"]] for blocks in (train_set, eval_set)]
+    assert texts == [list("abcdefghijklmno"), list("pqrst")]
+
+
+SAVING = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import argparse, common
+
+parser = argparse.ArgumentParser()
+common.add_training_arguments(parser)
+args = common.parse_arguments(parser)
+accelerator = common.make_accelerator(args)
+progress = common.Progress()
+accelerator.register_for_checkpointing(progress)
+common.resume(accelerator, args, progress)
+for _ in range(2):
+    progress.step += 2
+    common.save_checkpoint(accelerator, progress)
+print("at", progress.step)
+"""
+
+
+def test_a_run_resumes_before_checkpoints_that_it_saves_again_and_from_whole_ones_only(tmp_path):
+    script = tmp_path / "saving.py"
+    script.write_text(SAVING)
+    saved = tmp_path / "checkpoints"
+
+    def run(*arguments: str):
+        command = [sys.executable, str(script), str(FOLDER), f"--output_dir={tmp_path}", *arguments]
+        return run_command(command, fresh=False)
+
+    assert run().check().lines("at") == ["at 4"]
+    assert run(f"--resume_from_checkpoint={saved / 'checkpoint_2'}").check().lines("at") == ["at 6"]
+    assert sorted(path.name for path in saved.iterdir()) == ["checkpoint_2", "checkpoint_4", "checkpoint_6"]
+    # Ended while it was saved, and a copy that somebody keeps.
+    (saved / "checkpoint_6" / "custom_checkpoint_0.pkl").unlink()
+    (saved / "checkpoint_best").mkdir()
+    result = run("--resume_from_checkpoint=latest").check()
+    assert f"{saved / 'checkpoint_6'} is not complete: an earlier one is used" in result.stdout
+    assert result.lines("at") == ["at 8"]
+    refused = run(f"--resume_from_checkpoint={saved / 'checkpoint_best'}")
+    assert refused.returncode == 1 and refused.stderr.strip().endswith("not a complete checkpoint of this script")
 
 
 # -- what the scripts share --------------------------------------------------------------------------------------------
@@ -269,7 +392,7 @@ def test_repeats_take_turns_and_medians_are_quoted(tmp_path, monkeypatch, capsys
 
     def run(path, options, script, script_args, folder, timeout):
         order.append(path.stem)
-        assert (script, script_args, timeout) == (Path("train.py"), ["--lr=1"], None)
+        assert (script, script_args, timeout) == (tmp_path / "train.py", ["--lr=1"], None)
         summary = {"items_per_s": speeds[path.stem][int(folder.name)], "tokens_per_s": None}
         records = [{"kind": "step", "step": step, "loss": 2.0 / step} for step in (1, 2)]
         records += [{"kind": "summary", "peak_memory_bytes": [5, 2**30], **summary}]
@@ -278,7 +401,9 @@ def test_repeats_take_turns_and_medians_are_quoted(tmp_path, monkeypatch, capsys
         return "ok"
 
     monkeypatch.setattr(compare, "run", run)
-    arguments = ["train.py", "--configs", "plain_cpu", str(other), "--repeats=3", f"--out={tmp_path / 'out'}"]
+    (tmp_path / "train.py").write_text("")
+    arguments = [str(tmp_path / "train.py"), "--configs", "plain_cpu", str(other)]
+    arguments += ["--repeats=3", f"--out={tmp_path / 'out'}"]
     monkeypatch.setattr(sys, "argv", ["compare.py", *arguments, "--", "--lr=1"])
     compare.main()
     assert order == ["plain_cpu", "other"] * 3
@@ -309,6 +434,68 @@ def test_a_run_that_fails_is_a_line_of_the_table(line, status, code, tmp_path):
     assert status in result.stdout
     if code and not timeout:
         assert "no such thing" in Path(row["status"].removeprefix(status)).read_text()
+
+
+STARTED = """
+import os, sys, time
+open(f"{sys.argv[1]}/{os.environ['RANK']}.pid", "w").write(str(os.getpid()))
+time.sleep(300)
+"""
+
+
+def test_an_interrupted_comparison_leaves_no_process_behind(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(STARTED)
+    command = [sys.executable, str(FOLDER / "compare.py"), str(script), "--configs", "ddp_cpu2"]
+    process = subprocess.Popen([*command, f"--out={tmp_path / 'out'}", "--", str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        files = [tmp_path / f"{rank}.pid" for rank in range(2)]
+        while not all(file.is_file() and file.read_text() for file in files):
+            assert process.poll() is None
+            time.sleep(0.1)
+        started = [int(file.read_text()) for file in files]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(90) != 0
+        for pid in started:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+    finally:
+        process.kill()
+        for file in tmp_path.glob("*.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "why"),
+    [
+        (["--repeats=0"], None, "0 is not above 0"),
+        (["--timeout=-1"], None, "-1 is not above 0"),
+        ([], "", "is no configuration of Accelerate: it does not say distributed_type and num_processes"),
+        ([], "num_processes: 1", "is no configuration of Accelerate"),
+        ([], "{a: [", "is not YAML: "),
+        (["--configs", "plain_cpu", "plain_cpu"], None, "--configs: plain_cpu twice"),
+    ],
+)
+def test_a_comparison_refuses_what_cannot_be_meant(arguments, text, why, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "own.yaml").write_text((CONFIGS / "plain_cpu.yaml").read_text() if text is None else text)
+    command = [sys.executable, str(FOLDER / "compare.py"), str(tmp_path / "train.py")]
+    result = run_command([*command, "--configs", str(tmp_path / "own.yaml"), *arguments, f"--out={tmp_path}"])
+    assert result.returncode in (1, 2) and why in result.stderr and "Traceback" not in result.stderr, result.report()
+
+
+def test_a_script_is_compared_anew_and_one_without_records_has_failed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    command = [sys.executable, str(FOLDER / "compare.py"), str(script), "--configs", "plain_cpu", f"--out={tmp_path}"]
+    earlier = tmp_path / "runs" / "plain_cpu" / "0" / "checkpoints"
+    earlier.mkdir(parents=True)
+    result = run_command(command)
+    assert result.returncode == 1 and "failed, it wrote no " in result.stdout, result.report()
+    assert not earlier.exists()
+    script.unlink()
+    assert f"{script}: no such file" in run_command(command).stderr
 
 
 def test_loss_curves_are_compared_where_both_have_a_step():

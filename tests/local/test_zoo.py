@@ -296,6 +296,8 @@ def test_plan_plans_as_pfeife_plan_does(capsys, tmp_path):
         (("plan",), "PF140 pfeife plan takes either MODEL or --graph FILE"),
         (("plan", "lama2-7b"), "did you mean 'llama2-7b'?"),
         (("bench", "vit-g14-tiny", "--ranks", "0"), "PF157 --ranks 0"),
+        (("bench", "vit-g14-tiny", "--seq", "50"), "PF157 --seq 50\n  why    vit-g14-tiny has no such size"),
+        (("bench", "llama2-7b-tiny", "--resolution", "8"), "PF157 --resolution 8"),
         (
             ("bench", "vit-g14-tiny", "--ranks", "4096", "--device", "cuda"),
             "PF158 4096 ranks on GPUs need as many",
