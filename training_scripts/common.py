@@ -58,7 +58,7 @@ def add_training_arguments(parser, **defaults):
     """Arguments of every script; `defaults` are what this script wants instead of the defaults here."""
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", default="outputs", help="folder of metrics.jsonl, checkpoints and the final model")
-    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--seed", type=int, default=0, help="of data order, dropout and new weights")
     run.add_argument(
         "--num_workers", type=not_negative(int), default=0, help="processes that load data, for each training process"
     )
@@ -74,7 +74,7 @@ def add_training_arguments(parser, **defaults):
     run.add_argument("--resume_from_checkpoint", help="a checkpoint's folder, or `latest` of output_dir")
 
     steps = parser.add_argument_group("steps")
-    steps.add_argument("--num_train_epochs", type=positive, default=1)
+    steps.add_argument("--num_train_epochs", type=positive, default=1, help="rounds over the data")
     steps.add_argument("--max_train_steps", type=positive, help="optimizer steps; overrides num_train_epochs")
     steps.add_argument("--max_train_samples", type=positive, help="use only so many training items")
     steps.add_argument("--max_eval_samples", type=positive, help="use only so many evaluation items")
@@ -90,7 +90,7 @@ def add_training_arguments(parser, **defaults):
     steps.add_argument("--gradient_checkpointing", action="store_true", help="compute activations twice, keep few")
 
     optimizer = parser.add_argument_group("optimizer")
-    optimizer.add_argument("--learning_rate", type=not_negative(float), default=1e-3)
+    optimizer.add_argument("--learning_rate", type=not_negative(float), default=1e-3, help="after warm-up")
     optimizer.add_argument(
         "--weight_decay", type=not_negative(float), default=0.01, help="not applied to biases and norms"
     )
@@ -100,8 +100,15 @@ def add_training_arguments(parser, **defaults):
     optimizer.add_argument(
         "--max_grad_norm", type=not_negative(float), default=1.0, help="0: gradients are not clipped"
     )
-    optimizer.add_argument("--lr_scheduler", choices=["cosine", "linear", "constant"], default="cosine")
-    optimizer.add_argument("--lr_warmup_steps", type=not_negative(int), default=10)
+    optimizer.add_argument(
+        "--lr_scheduler", choices=["cosine", "linear", "constant"], default="cosine", help="after warm-up"
+    )
+    optimizer.add_argument(
+        "--lr_warmup_steps",
+        type=not_negative(int),
+        default=10,
+        help="steps of linear warm-up; the first one has rate 0",
+    )
     parser.set_defaults(**defaults)
 
 

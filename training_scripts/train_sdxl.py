@@ -42,7 +42,9 @@ from torch.utils.data import DataLoader
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", default="sdxl-unet-tiny", help="a folder with config.json, or a name in zoo/configs")
     parser.add_argument("--pretrained", help="a folder or hub repository laid out as stable-diffusion-xl-base-1.0")
     parser.add_argument("--revision")

@@ -36,7 +36,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument(
         "--model", default="vit-g14-tiny", help="a folder with config.json, a name in zoo/configs, or a name of timm"
     )
