@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -41,6 +43,27 @@ def test_what_takes_too_long_is_ended_and_its_words_count(tmp_path):
     code = "import time; print('costs so far', flush=True); time.sleep(100)"
     (said,) = run([[sys.executable, "-S", "-c", code]], [{}], 3.0, tmp_path)
     assert said == "costs so far\n"
+
+
+def test_what_runs_is_ended_with_who_waits_for_it(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+
+    def interrupt(*_: object) -> None:
+        if pid_file.exists() and pid_file.read_text():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run([[sys.executable, "-S", "-c", code]], [{}], 60.0, tmp_path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
 
 
 def test_a_small_model_is_measured_and_written(tmp_path):

@@ -14,6 +14,7 @@ Fails (exit status 1) where losses differ or nothing could be measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -105,12 +106,15 @@ def run(
     for command, environment, file in zip(commands, environments, files, strict=True):
         with file.open("wb") as out:
             processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True))
-    for process in processes:
-        try:
-            process.wait(max(0.1, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, end_s - time.monotonic()))
+    finally:  # also where this one is interrupted: they are in sessions of their own
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return [file.read_text(encoding="utf-8", errors="replace") for file in files]
 
 
