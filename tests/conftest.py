@@ -16,6 +16,7 @@ _CACHE = tempfile.TemporaryDirectory(prefix="pfeife-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; torch is imported only if such a test was collected.
 
