@@ -107,6 +107,7 @@ def test_two_ranks_train_evaluate_and_average_as_one_process(plain, pipelined):
     assert sorted(path.name for path in (pipelined / "checkpoints").iterdir()) == ["checkpoint_4", "checkpoint_6"]
 
 
+@pytest.mark.slow
 def test_three_ranks_with_cached_latents_checkpointing_and_accumulation_as_one_process(model, tmp_path):
     wanted = train(model, tmp_path / "plain", CACHED, num_ranks=1)
     check_same_run(train(model, tmp_path / "pipelined", CACHED, num_ranks=3), wanted, steps=range(1, 7))

@@ -104,7 +104,7 @@ def test_threads_are_shared_between_the_processes_unless_said_otherwise():
 
 
 def test_cpu_ranks_get_large_pages_unless_said_otherwise():
-    script = 'import os; print("tunables", os.environ["GLIBC_TUNABLES"], flush=True)'
+    script = 'import os, sys; sys.stdout.write("tunables " + os.environ["GLIBC_TUNABLES"] + chr(10))'
     result = run_script(script, num_processes=2, config=SECTION, env={"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"})
     assert result.check().lines("tunables") == ["tunables glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"] * 2
     assert with_large_pages(None) == "glibc.malloc.hugetlb=1"
