@@ -81,6 +81,10 @@ class Receive(Protocol):
 class Transport(Protocol):
     """What carries tensors between the ranks: the runtime's own."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether ranks of one host carry messages themselves."""
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending and return."""
 
@@ -94,17 +98,12 @@ class Transport(Protocol):
 
 
 def measure_links(
-    group: dist.ProcessGroup,
-    transport: Transport,
-    device: torch.device,
-    hosts: Sequence[str],
-    copies: bool = False,
+    group: dist.ProcessGroup, transport: Transport, device: torch.device, hosts: Sequence[str]
 ) -> LinkProfile:
     """Measure how `transport` connects the ranks of `group`, which all call it at the same moment; the same result on
     each.
 
-    `hosts` names the host of each rank of the group; `copies` tells whether ranks of one host copy themselves. Takes
-    well under a second on links of 1 Gb/s or more.
+    `hosts` names the host of each rank of the group. Takes well under a second on links of 1 Gb/s or more.
     """
     # Through gloo, tensors of a GPU travel as copies in the host's memory.
     runner = _Runner(group, transport, device if backend_of(group, device) == "nccl" else torch.device("cpu"))
@@ -118,10 +117,10 @@ def measure_links(
         for peer, latency_s, bytes_per_s in row[:-1]:
             if peer >= 0:
                 same_host = hosts[rank] == hosts[int(peer)]
-                link = LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s, is_copied=copies and same_host)
+                link = LinkSpec(latency_s=latency_s, bytes_per_s=bytes_per_s, is_copied=transport.copies and same_host)
                 found[same_host].append(link)
     _, latency_s, bytes_per_s = table[0][-1]
-    is_copied = copies and len(set(hosts[:2])) == 1
+    is_copied = transport.copies and len(set(hosts[:2])) == 1
     return LinkProfile(
         within=_slowest(found[True]) if found[True] else None,
         between=_slowest(found[False]) if found[False] else None,

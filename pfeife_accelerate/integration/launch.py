@@ -63,9 +63,9 @@ def prepare_ranks_env(original: Callable[..., dict[str, str]], args: Namespace) 
     except PfeifeError as error:
         _exit(error)
     env = original(args)
-    if flag("ACCELERATE_USE_CPU") and process_variable("OMP_NUM_THREADS") is None:
-        env["OMP_NUM_THREADS"] = str(_threads_per_process(args))
     if flag("ACCELERATE_USE_CPU"):
+        if process_variable("OMP_NUM_THREADS") is None:
+            env["OMP_NUM_THREADS"] = str(_threads_per_process(args))
         env["GLIBC_TUNABLES"] = with_large_pages(process_variable("GLIBC_TUNABLES"))
     return env
 

@@ -116,7 +116,7 @@ def _arrival_ns(start: float, left: float, begin: float, end: float) -> float:
     """When a message could have been there: what a rank takes long after it was sent has lain ready, and what it has
     taken had arrived, also where the sender was interrupted before it noted that the message had left.
     """
-    return max(start, min(end, left + max(0.0, end - max(begin, left))))
+    return max(start, end - max(0.0, begin - left))
 
 
 def _other_side(send: Action, sender: int) -> Action:

@@ -138,7 +138,7 @@ def _planned(problem: Problem, best: Start, recompute: tuple[int, ...], begun: l
     timeline = simulate(lower(schedule, slices.messages), stages, slices.messages, sizes, problem.machine)
     ends = np.zeros(problem.num_ranks)
     for interval in timeline.intervals:
-        peer = interval.action.peer
+        peer = interval.action.peer  # a device is busy with what it copies for others, too
         if peer is None or problem.machine.link_of(interval.rank, peer).is_copied:
             ends[interval.rank] = max(ends[interval.rank], interval.end_s)
     estimate_s = float((ends + slices.optimizer_s[:, 0]).max())

@@ -42,8 +42,7 @@ def agree_on_links(
     if not bool(must_measure):
         return known
     first = mesh.pipeline_index * mesh.pipeline_size
-    own = hosts[first : first + mesh.pipeline_size]
-    found = measure_links(mesh.pipeline_group, transport, device, own, transport.copies)
+    found = measure_links(mesh.pipeline_group, transport, device, hosts[first : first + mesh.pipeline_size])
     if mesh.world_rank != 0:
         return None
     store.add({_KEY: found})

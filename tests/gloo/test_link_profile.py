@@ -38,7 +38,7 @@ again = agree_on_links(mesh, transport, cpu, Path(sys.argv[1]))
 unwanted = agree_on_links(mesh, transport, cpu, Path(sys.argv[1]) / "other", is_wanted=rank != 0)
 hosts = hosts_of(dist.group.WORLD)
 assert len(set(hosts)) == 1 and len(hosts) == 3
-apart = measure_links(mesh.pipeline_group, transport, cpu, ("a", "b", "b"), transport.copies)  # as if on two hosts
+apart = measure_links(mesh.pipeline_group, transport, cpu, ("a", "b", "b"))  # as if on two hosts
 assert (first is not None) == (rank == 0) and again == first and unwanted is None
 print("ok", json.dumps([rank, len(calls), took_s]), flush=True)
 if rank == 0:

@@ -128,7 +128,6 @@ def ours(name: str, num_microbatches: int | None, cache: Path, **options: str) -
             **number,
             **options,
         },
-        is_fresh=True,
         connects_itself=True,
         at_start=LARGE_PAGES,
     )
@@ -136,4 +135,4 @@ def ours(name: str, num_microbatches: int | None, cache: Path, **options: str) -
 
 def with_large_pages(entry: Entry) -> Entry:
     """The same contestant with what `accelerate launch` sets for ours."""
-    return replace(entry, name=entry.name + LARGE_PAGES_NAME, is_fresh=True, at_start=LARGE_PAGES)
+    return replace(entry, name=entry.name + LARGE_PAGES_NAME, at_start=LARGE_PAGES)

@@ -34,9 +34,13 @@ class Entry:
     path: tuple[str, ...] = ()  #: folders to import from beside the usual ones
     environment: Mapping[str, str | None] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    is_fresh: bool = False  #: started as a new interpreter instead of as a fork of one that has torch loaded
     connects_itself: bool = False  #: starts the process group by itself
     at_start: Mapping[str, str] = field(default_factory=dict)  #: variables that a new interpreter must find
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is started as a new interpreter instead of as a fork of one that has torch loaded."""
+        return bool(self.at_start)
 
 
 @dataclass(frozen=True, kw_only=True)

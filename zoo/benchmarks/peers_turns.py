@@ -11,13 +11,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from peers_entries import LIBRARIES
 from peers_rank import Entry, Steps, serve
@@ -40,18 +41,6 @@ class StepRecord:
     loss: float | None
 
 
-@contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """A process that starts meanwhile has these in its environment."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
 class Contestant:
     """A contestant as the referee sees it."""
 
@@ -69,7 +58,7 @@ class Contestant:
             process = context.Process(
                 target=serve, args=(entry, model, libraries, rank, port, folder, there), daemon=True
             )
-            with _variables(entry.at_start):
+            with patch.dict(os.environ, entry.at_start):
                 process.start()
             there.close()
             self._pipes.append(here)
