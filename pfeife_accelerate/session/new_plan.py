@@ -43,9 +43,9 @@ _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 _SHORT_STEP_S = 0.1  #: of a step so short, the full search's seconds are won back after thousands of steps at best
 
-_SHARES_OF_MEMORY = (0.5, 0.6, 0.7, 0.85)  #: of the fastest plan's, tried from below
-_AS_FAST = 0.012  #: expected times that differ by less are equal
-_QUICK_PLANS_ARE_SLOWER = 0.03
+_LEAST_SHARE = 0.4  #: of the fastest plan's memory; with less, no plan is about as fast
+_SEARCHES = 5
+_AS_FAST = 0.025  #: expected times that differ by less are equal
 
 #: Bytes that training keeps of each parameter on a device, and seconds of its optimizer step.
 TrainingState: TypeAlias = Callable[[DeviceSpec], Mapping[str, tuple[int, float]]]
@@ -95,31 +95,34 @@ def new_plan(
     if chosen.estimate_s < _SHORT_STEP_S:
         plan = chosen
     else:
-        plan_within = partial(plan_for, chosen.spec.num_microbatches)
-        plan = leanest(plan_within, plan_within("full"))
+        full_plan = partial(plan_for, chosen.spec.num_microbatches, "full")
+        plan = leanest(full_plan, full_plan())
     _LOG.info("plan\n%s", describe(plan))
     return plan
 
 
-def leanest(plan_within: Callable[[str, int], PipelinePlan], fastest_plan: PipelinePlan) -> PipelinePlan:
-    """Of plans that are about as fast as the fastest, the one that needs the least memory.
+def leanest(plan_within: Callable[[int], PipelinePlan], fastest_plan: PipelinePlan) -> PipelinePlan:
+    """Of plans that are about as fast as the fastest, one that needs little memory, found by halving what is in doubt.
 
-    `plan_within(effort, bytes)` plans with that much memory on each rank. What is won by more of it is soon less than
-    what steps differ by.
+    `plan_within(bytes)` plans with that much memory on each rank. What is won by more of it is soon less than what
+    steps differ by, and plans for less have fewer stages, whose host time is never all foreseen.
     """
-    for share in _SHARES_OF_MEMORY:
-        most_bytes = int(share * max(fastest_plan.peak_bytes))
+    lean, most_bytes = fastest_plan, max(fastest_plan.peak_bytes)
+    too_little_bytes, enough_bytes = int(_LEAST_SHARE * most_bytes), most_bytes
+    for _ in range(_SEARCHES):
+        tried_bytes = (too_little_bytes + enough_bytes) // 2
         try:
-            if plan_within("quick", most_bytes).estimate_s > fastest_plan.estimate_s * (1 + _QUICK_PLANS_ARE_SLOWER):
-                continue
-            lean = plan_within("full", most_bytes)
+            plan = plan_within(tried_bytes)
         except PfeifeError as error:
             if error.id != "PF302":
                 raise
-            continue  # nothing fits
-        if lean.estimate_s <= fastest_plan.estimate_s * (1 + _AS_FAST):
-            return lean
-    return fastest_plan
+            too_little_bytes = tried_bytes  # nothing fits
+            continue
+        if plan.estimate_s <= fastest_plan.estimate_s * (1 + _AS_FAST):
+            lean, enough_bytes = plan, max(plan.peak_bytes)
+        else:
+            too_little_bytes = tried_bytes
+    return lean
 
 
 def _limited(machine: Machine, memory_bytes: float) -> Machine:

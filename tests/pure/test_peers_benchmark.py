@@ -65,6 +65,19 @@ def test_targets_are_computed_from_medians():
     }
 
 
+def test_memory_is_held_against_the_fastest_and_the_leanest_peer():
+    found_ratios = reached(a_cell(GPipe=found(2.2, peak_mb=(200.0, 250.0))))
+    assert found_ratios["memory over ZBV's"] == (300 / 310, True)
+    assert found_ratios["memory over GPipe's"] == (300 / 250, False)
+
+
+def test_steps_of_several_starts_count_together():
+    first = found(1.0, 3.0, peak_mb=(100.0, 50.0), losses=(7.0, 6.0), plan=PLAN)
+    both = first.and_then(found(2.0, peak_mb=(90.0, 60.0), losses=(1.0, 1.0)))
+    assert both == found(1.0, 3.0, 2.0, peak_mb=(100.0, 60.0), losses=(7.0, 6.0), plan=PLAN)
+    assert both.median_s == 2.0
+
+
 def test_each_target_can_be_missed():
     slow = a_cell(**{FIXED: found(2.3, peak_mb=(320.0, 100.0), plan=PLAN), AUTO: found(2.0, plan=PLAN)})
     assert not any(is_met for _, is_met in reached(slow).values())

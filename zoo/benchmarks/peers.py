@@ -6,10 +6,12 @@ r"""Training tools side by side: this package, torch's pipelining, DeepSpeed, DD
 
 A cell is a model at a number of micro-batches. Its contestants are started one after the other and then take turns, a
 step each; every one does `--full-rounds` rounds, and what is compared by targets does all `--rounds`: plain, ours, and
-the pipeline peers that are nearly as fast as the fastest (with no full rounds, the steps of warming up tell). Cells are
-kept in a JSON file, from which the document is made. What does not depend on micro-batches (DDP, FSDP2, ours on auto)
-takes part in the first cell of a model. With `--find-splits`, several splits by hand are tried for each peer, and the
-best is kept for later runs. DeepSpeed is optional, and may be in a folder of its own, given by `--deepspeed FOLDER`:
+the pipeline peers that are nearly as fast as the fastest (with no full rounds, the steps of warming up tell). As a
+process keeps the memory that it got at its start, all that is compared starts `--starts` times, in another order each
+time, and the steps of all starts count together. Cells are kept in a JSON file, from which the document is made. What
+does not depend on micro-batches (DDP, FSDP2, ours on auto) takes part in the first cell of a model. With
+`--find-splits`, several splits by hand are tried for each peer, and the best is kept for later runs.
+DeepSpeed is optional, and may be in a folder of its own, given by `--deepspeed FOLDER`:
 
     DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation --target FOLDER deepspeed hjson ninja py-cpuinfo msgpack \
         einops pydantic pydantic-core annotated-types typing-inspection
@@ -25,6 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from even_memory import even_memory
@@ -74,7 +77,7 @@ class Turns:
         self.seconds = {name: [] for name in playing}
         failures: dict[str, str] = {}
         for number in range(max(rounds, full_rounds)):
-            names = [n for n in (playing if number < full_rounds else self._compared()) if n not in failures]
+            names = [n for n in (playing if number < full_rounds else self.compared()) if n not in failures]
             for name in names if number % 2 == 0 else reversed(names):
                 try:
                     self.seconds[name] += [record.seconds for record in playing[name].steps(1)]
@@ -83,7 +86,8 @@ class Turns:
         self.seconds = {name: found or [self.warm_s[name]] for name, found in self.seconds.items()}
         return failures
 
-    def _compared(self) -> list[str]:
+    def compared(self) -> list[str]:
+        """Those whose steps decide about a target."""
         medians = {name: statistics.median(found or [self.warm_s[name]]) for name, found in self.seconds.items()}
         fastest_s = min((medians[name] for name in PIPELINES if name in medians), default=0.0)
         near = [name for name in PIPELINES if name in medians and medians[name] <= NEARLY * fastest_s]
@@ -94,10 +98,38 @@ def measure(options: argparse.Namespace, model: str, number: int, folder: Path, 
     """One cell."""
     bounds = {order: splits[0] for order, splits in splits_of(options, model, number, folder, store).items()}
     entries = list(contestants(options, model, number, folder, bounds))
+    found: dict[str, Found] = {}
+    failures: dict[str, str] = {}
+    for start in range(options.starts):
+        first = start * len(entries) // options.starts
+        in_turn, full_rounds = entries[first:] + entries[:first], 0 if start else options.full_rounds
+        new, failed, compared = one_start(in_turn, options, model, folder, full_rounds=full_rounds)
+        for name, values in new.items():
+            found[name] = found[name].and_then(values) if name in found else values
+        failures |= failed
+        entries = [entry for entry in entries if entry.name in compared]
+    return Cell(
+        model=model,
+        rows=options.rows,
+        num_microbatches=number,
+        has_batch_statistics=model in BATCH_STATISTICS,
+        found={name: values for name, values in found.items() if name not in failures},
+        failures=failures,
+        command=command_line(options),
+        surroundings=surroundings(options.deepspeed),
+    )
+
+
+def one_start(
+    entries: Sequence[Entry], options: argparse.Namespace, model: str, folder: Path, *, full_rounds: int
+) -> tuple[dict[str, Found], dict[str, str], list[str]]:
+    """What processes find that are started once; who fails; and who is worth another start."""
     turns = Turns()
-    starting = started(entries, (model, options.rows), folder, warm_up=turns.warm_up)
-    with even_memory(), starting as (playing, failures):
-        failures |= turns.play(playing, options.rounds, options.full_rounds)
+    with ExitStack() as stack:
+        stack.enter_context(even_memory())
+        starting = started(entries, (model, options.rows), folder, warm_up=turns.warm_up)
+        playing, failures = stack.enter_context(starting)
+        failures |= turns.play(playing, options.rounds, full_rounds)
         found = {
             name: Found(
                 seconds=tuple(turns.seconds[name]),
@@ -109,16 +141,7 @@ def measure(options: argparse.Namespace, model: str, number: int, folder: Path, 
             for name, contestant in playing.items()
             if name not in failures
         }
-    return Cell(
-        model=model,
-        rows=options.rows,
-        num_microbatches=number,
-        has_batch_statistics=model in BATCH_STATISTICS,
-        found=found,
-        failures=failures,
-        command=command_line(options),
-        surroundings=surroundings(options.deepspeed),
-    )
+    return found, failures, turns.compared()
 
 
 def contestants(
@@ -173,7 +196,7 @@ def command_line(options: argparse.Namespace) -> str:
     """What was run, without folders of this machine."""
     parts = ["python zoo/benchmarks/peers.py --model", *options.model, "--microbatches"]
     parts += [*map(str, options.microbatches), "--rows", str(options.rows), "--rounds", str(options.rounds)]
-    parts += ["--full-rounds", str(options.full_rounds)]
+    parts += ["--full-rounds", str(options.full_rounds), "--starts", str(options.starts)]
     return " ".join([*parts, *(["--deepspeed FOLDER"] if options.deepspeed else [])])
 
 
@@ -207,6 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=8, help="of the batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--full-rounds", type=int, default=1, help="rounds of all contestants")
+    parser.add_argument("--starts", type=int, default=3, help="of all that is compared, with so many rounds each")
     parser.add_argument("--only", nargs="+", help="names of contestants")
     parser.add_argument(
         "--find-splits", type=int, default=0, metavar="N", help="try N splits for each peer, and no more"

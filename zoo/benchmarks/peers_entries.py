@@ -118,7 +118,7 @@ def ours(name: str, num_microbatches: int | None, cache: Path, **options: str) -
         name=name,
         maker="peers_ours:Ours",
         num_microbatches=num_microbatches,
-        imports=("accelerate", "torch.compiler", "pfeife_accelerate.session"),
+        imports=("accelerate", "torch.compiler", "torch._functorch.partitioners", "pfeife_accelerate.session"),
         environment={
             **foreign,
             "TORCH_DEVICE_BACKEND_AUTOLOAD": None,

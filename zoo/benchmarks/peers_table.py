@@ -65,16 +65,16 @@ def markdown(cells: Sequence[Cell]) -> str:
     lines = [
         "# Peers",
         "",
-        "Two ranks with one thread each over gloo, fp32, AdamW. All contestants of a table are started once and",
-        "take turns; medians of whole steps, from the first rank's start to the last rank's end. The peers' stages",
-        "are cut by hand, balanced by measured times of the layers. Peers that are clearly slower than the best",
-        "one are not measured in every round. *Plain* is one process with one thread. Memory is the peak of a",
-        "rank's resident memory during steps, above what it holds after imports. *First losses*: those of the first",
-        "two steps equal plain training's (accumulation's over the same micro-batches for a model with BatchNorm).",
-        "This package's processes have large pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`), as `accelerate launch`",
-        "starts them; two of the peers are measured with them too. Memory is compacted before contestants start;",
-        "still, which pages a process got makes steps of equal contestants differ, by up to 18 % (ResNet: fixed and",
-        "auto, which had the same plan). Differences below that say little in one table.",
+        "Two ranks with one thread each over gloo, fp32, AdamW. All contestants of a table take turns; medians of",
+        "whole steps, from the first rank's start to the last rank's end. Which pages of memory a process gets at its",
+        "start makes its steps differ for as long as it lives, by up to 18 %: memory is compacted before, and all that",
+        "is compared starts several times, in another order each time. The peers' stages are cut by hand, balanced by",
+        "measured times of the layers. Peers that are clearly slower than the best one are not measured in every",
+        "round. *Plain* is one process with one thread. Memory is the most of a rank's resident memory during steps,",
+        "above what it holds after imports. *First losses*: those of the first two steps equal plain training's",
+        "(accumulation's over the same micro-batches for a model with BatchNorm). This package's processes have large",
+        "pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`), as `accelerate launch` starts them; two of the peers are",
+        "measured with them too.",
         "",
         *_targets(cells),
     ]
@@ -96,7 +96,7 @@ def _line(values: Sequence[str]) -> str:
 def _targets(cells: Sequence[Cell]) -> Iterator[str]:
     yield "## Targets"
     yield ""
-    yield "*Memory over* compares the largest rank with the largest rank of the peer where that is smallest."
+    yield "*Memory over* compares the largest ranks; the peers are the fastest and the leanest pipeline."
     yield ""
     yield "| model | micro-batches | | reached | target | |"
     yield "|---|--:|---|--:|--:|---|"
