@@ -26,7 +26,7 @@ from pfeife_accelerate.compat import FakeTensor, storage_id, under_transforms
 from pfeife_accelerate.ir import TensorSpec
 from pfeife_accelerate.ir.costs import MeasurableOp, Operand, OperandRole, PreparedOp
 
-__all__ = ["NotMeasurable", "measurable_ops"]
+__all__ = ["NotMeasurable", "make_up", "measurable_ops"]
 
 _RANDOM_TILE = 1 << 20  # elements drawn; a larger tensor repeats them, since drawing is slower than most operations
 
@@ -107,6 +107,14 @@ def measurable_ops(
     return tuple(found)
 
 
+def make_up(graph: CapturedGraph, example: Any, bindings: Mapping[Any, int], device: torch.device) -> Any:
+    """A made-up value like `example`, an example value of `graph`, for sizes with these numbers.
+
+    Raises: NotMeasurable where it exists under `torch.vmap` or its kin alone.
+    """
+    return _made(_Reader(graph, bindings, device).described(example, OperandRole.ACTIVATION), device)
+
+
 def _entered(node: fx.Node) -> _Autocast:
     device_type, dtype, enabled = (*node.args, None, None, True)[:3]
     return _Autocast(
@@ -165,10 +173,11 @@ class _Reader:
             value = operator.attrgetter(str(node.target))(self.graph.gm)
             if not isinstance(value, FakeTensor):
                 return value
-            return self._described(value, OperandRole.STATE)
-        return self._described(node.meta.get("example_value"), self._role(node))
+            return self.described(value, OperandRole.STATE)
+        return self.described(node.meta.get("example_value"), self._role(node))
 
-    def _described(self, example: Any, role: OperandRole) -> Any:
+    def described(self, example: Any, role: OperandRole) -> Any:
+        """A tensor as what is to be made, a number as itself, in the structure they are in."""
         if isinstance(example, torch.Tensor) and not _can_be_made(example):
             shape = self.graph.concrete(tuple(under_transforms(example).shape), self.bindings)
             return _NotMade(text=f"{example.dtype}{shape} mapped")
@@ -181,7 +190,7 @@ class _Reader:
                 role=role,
             )
         if isinstance(example, tuple | list) and not isinstance(example, torch.Size):
-            return tuple(self._described(item, role) for item in example)
+            return tuple(self.described(item, role) for item in example)
         return self.graph.concrete(example, self.bindings)
 
     def _role(self, node: fx.Node) -> OperandRole:
@@ -216,7 +225,7 @@ class _Reader:
         if isinstance(value, _MadeUp | _NotMade):
             return value.text
         if isinstance(value, torch.Tensor):
-            return self._text(self._described(value, OperandRole.STATE))
+            return self._text(self.described(value, OperandRole.STATE))
         if isinstance(value, tuple | list):
             return f"({','.join(map(self._text, value))})"
         if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ from pfeife_accelerate.ir import CostOrigin, DeviceSpec, OpCost
 from pfeife_accelerate.ir.costs import MeasurableOp, OperandRole
 from pfeife_accelerate.log import get_logger
 
-__all__ = ["OpProfile", "measure"]
+__all__ = ["OpProfile", "clean_slate", "measure"]
 
 _LOG = get_logger(__name__)
 _FREE = OpCost(forward_s=0.0, origin=CostOrigin.MEASURED)
@@ -68,7 +68,7 @@ def measure(
     end_s = time.perf_counter() + budget_s
     new = [op for op in _longest_first(ops) if op.key not in known]
     tell = progress if progress is not None and new else _tell_nobody
-    with _clean_slate(device):
+    with clean_slate(device):
         overhead_s: float | None = None
         for number, op in enumerate(new):
             tell(number, len(new))
@@ -181,7 +181,7 @@ def _measured(op: MeasurableOp, device: torch.device, repeats: int, overhead_s: 
 
 
 @contextmanager
-def _clean_slate(device: torch.device) -> Iterator[None]:
+def clean_slate(device: torch.device) -> Iterator[None]:
     """Gradients on, the random numbers put back in the end; on CUDA the right device, with nothing queued."""
     is_cuda = device.type == "cuda"
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[device] if is_cuda else []):

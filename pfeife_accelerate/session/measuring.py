@@ -6,31 +6,78 @@ Ignores: other ranks' devices, which are taken to be like this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 
 from pfeife_accelerate.capture.measurable import measurable_ops
+from pfeife_accelerate.capture.trial_stage import trial_stage
 from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
 from pfeife_accelerate.cost.link_profile import LinkProfile, backend_of
 from pfeife_accelerate.cost.op_profile import measure
+from pfeife_accelerate.cost.stage_trial import as_in_stages, stage_seconds
 from pfeife_accelerate.cost.store import op_profiles
 from pfeife_accelerate.ir import CostTable, DeviceSpec, Machine
-from pfeife_accelerate.ir.costs import MeasurableOp
+from pfeife_accelerate.ir.costs import MeasurableOp, OpCost, OperandRole
+from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.progress import MeasuringProgress
 
 __all__ = ["machine_here", "measured", "measured_costs"]
 
+_LOG = get_logger(__name__)
+_STAGES: Final = 8
+_STAGE_RUNS: Final = 5  #: of each, with some time to make it
+_LEAST_STAGE_S: Final = 0.002  #: what takes less is not worth the time
+_MOST_STAGE_BYTES: Final = 1 << 29  #: parameters with gradients, and what is kept for the backward
+
 
 def measured_costs(
     plugin: PfeifePlugin, call: Call, rows: int, device: torch.device, *, budget_s: float = 20.0
 ) -> CostTable:
-    """What each operation costs on `device` for a micro-batch of `rows`; what is left after `budget_s` is modelled."""
-    ops = measurable_ops(call.graph, call.micro_bindings(rows), device, autocast=call.autocast)
-    return measured(ops, plugin, device, budget_s=budget_s)
+    """What each operation costs on `device` for a micro-batch of `rows`; what is left after `budget_s` is modelled.
+
+    Where time allows, operations are then run together, stage by stage, and their costs changed by how they differ.
+    """
+    end_s, bindings = time.perf_counter() + budget_s, call.micro_bindings(rows)
+    ops = measurable_ops(call.graph, bindings, device, autocast=call.autocast)
+    costs = measured(ops, plugin, device, budget_s=budget_s)
+    found = []
+    for stage in _stages_to_try(call.graph.cut_allowed, ops, costs):
+        if time.perf_counter() + _STAGE_RUNS * sum(map(_seconds, costs.ops[stage])) > end_s:
+            break
+        try:
+            trial = trial_stage(call.graph, stage.start, stage.stop, bindings, device, call.autocast)
+            found.append((stage, *stage_seconds(trial.forward, trial.values, device)))
+        except Exception as failure:  # made-up data may be refused in any way
+            _LOG.debug("operations %d to %d cannot be run as a stage: %s", stage.start, stage.stop, failure)
+    return as_in_stages(costs, found)
+
+
+def _stages_to_try(
+    cut_allowed: Sequence[bool], ops: Sequence[MeasurableOp | None], costs: CostTable
+) -> Iterator[slice]:
+    """The operations in some stages of about equal time, none for what takes next to no time or too much memory."""
+    least_s = max(sum(map(_seconds, costs.ops)) / _STAGES, _LEAST_STAGE_S)
+    start, taken_s, held_bytes, states = 0, 0.0, 0, set[int]()
+    for position, (op, cost) in enumerate(zip(ops, costs.ops, strict=True)):
+        new = {r.storage: r.storage_bytes for r in (op.reads if op else ()) if r.role is OperandRole.STATE}
+        held_bytes += cost.saved_bytes + sum(2 * new[storage] for storage in new.keys() - states)
+        states |= new.keys()
+        taken_s += _seconds(cost)
+        is_last = position + 1 == len(ops)
+        if is_last or (cut_allowed[position + 1] and taken_s >= least_s):
+            if taken_s >= _LEAST_STAGE_S and held_bytes <= _MOST_STAGE_BYTES:
+                yield slice(start, position + 1)
+            start, taken_s, held_bytes, states = position + 1, 0.0, 0, set()
+
+
+def _seconds(op: OpCost) -> float:
+    return op.forward_s + op.backward_s
 
 
 def measured(

@@ -43,8 +43,8 @@ _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 _SHORT_STEP_S = 0.1  #: of a step so short, the full search's seconds are won back after thousands of steps at best
 
-_LEAST_SHARE = 0.4  #: of the fastest plan's memory; with less, no plan is about as fast
-_SEARCHES = 5
+_LEAST_SHARE = 0.45  #: of the fastest plan's memory; with less, no plan is about as fast
+_SEARCHES = 3
 _AS_FAST = 0.025  #: expected times that differ by less are equal
 
 #: Bytes that training keeps of each parameter on a device, and seconds of its optimizer step.

@@ -1,0 +1,100 @@
+"""Consecutive operations of a captured graph as one stage on made-up tensors, to be timed as a step runs them.
+
+Models: the very program that a rank would run for these operations, with parameters, values and gradients of the right
+shapes, and parameters of a size at which numbers neither grow nor vanish from layer to layer: what is subnormal takes
+processors many times as long. Ignores: all else about the values, and which parameters are tied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
+from pfeife_accelerate.capture.measurable import make_up
+from pfeife_accelerate.capture.nodes import tensors_in
+from pfeife_accelerate.capture.split import split
+from pfeife_accelerate.errors import assert_never
+from pfeife_accelerate.ir.program import InputKind, StageInput
+
+__all__ = ["TrialStage", "trial_stage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialStage:
+    """`forward()` gives the results that a backward pass starts from; `values` are leaves that are no parameters."""
+
+    forward: Callable[[], list[torch.Tensor]]
+    values: tuple[torch.Tensor, ...]
+
+
+def trial_stage(
+    graph: CapturedGraph,
+    begin: int,
+    end: int,
+    bindings: Mapping[Any, int],
+    device: torch.device,
+    autocast: tuple[str, torch.dtype] | None = None,
+) -> TrialStage:
+    """The operations from `begin` to before `end`, where the graph may be cut, for a micro-batch of these sizes.
+
+    `autocast` is (device type, element type) of the region in which the model is called.
+    Raises: NotMeasurable where an argument cannot be made up.
+    """
+    cuts = tuple(position for position in (begin, end) if 0 < position < len(graph.ops))
+    program = split(graph, cuts, graph.result_names()).stages[int(begin > 0)]
+    made = {i: _argument(graph, i, bindings, device) for i in program.inputs}
+    values = (argument for i, argument in made.items() if i.kind in (InputKind.VALUE, InputKind.MODEL_INPUT))
+    mode = nullcontext if autocast is None else partial(torch.autocast, autocast[0], dtype=autocast[1])
+    return TrialStage(
+        forward=partial(_forward, program.run, [made[i] for i in program.inputs], mode),
+        values=tuple(tensor for value in values for tensor in tensors_in(value) if tensor.requires_grad),
+    )
+
+
+def _forward(
+    run: Callable[..., tuple[Any, ...]], arguments: list[Any], mode: Callable[[], AbstractContextManager[Any]]
+) -> list[torch.Tensor]:
+    with mode():
+        return [tensor for tensor in tensors_in(run(*arguments)) if tensor.requires_grad]
+
+
+def _argument(graph: CapturedGraph, wanted: StageInput, bindings: Mapping[Any, int], device: torch.device) -> Any:
+    match wanted.kind:
+        case InputKind.STATE:
+            return _tame(make_up(graph, _placeholder(graph, wanted), bindings, device))
+        case InputKind.MODEL_INPUT:
+            return make_up(graph, _placeholder(graph, wanted), bindings, device)
+        case InputKind.VALUE | InputKind.SIZE:
+            return make_up(graph, graph.node_of[wanted.name].meta["example_value"], bindings, device)
+        case InputKind.SEED:
+            return 0
+        case InputKind.LATER:
+            return None
+        case _:
+            assert_never(wanted.kind)
+
+
+def _placeholder(graph: CapturedGraph, wanted: StageInput) -> Any:
+    """The example of the parameter, buffer or argument of that name."""
+    is_state = wanted.kind is InputKind.STATE
+    return next(
+        p.example
+        for p in graph.placeholders
+        if (p.kind is PlaceholderKind.STATE and p.state_name == wanted.name if is_state
+            else p.kind is PlaceholderKind.INPUT and str(p.index) == wanted.name)
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _tame(state: torch.Tensor) -> torch.Tensor:
+    """Ones for what scales, shifts or is a variance; matrices and kernels as initialisations have them."""
+    if not state.is_floating_point():
+        return state
+    return state.fill_(1.0) if state.dim() < 2 else state.div_(math.sqrt(max(1, state[0].numel())))
