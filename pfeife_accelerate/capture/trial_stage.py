@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,17 +20,10 @@ from pfeife_accelerate.capture.measurable import make_up
 from pfeife_accelerate.capture.nodes import tensors_in
 from pfeife_accelerate.capture.split import split
 from pfeife_accelerate.errors import assert_never
+from pfeife_accelerate.ir.costs import TrialStage
 from pfeife_accelerate.ir.program import InputKind, StageInput
 
-__all__ = ["TrialStage", "trial_stage"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialStage:
-    """`forward()` gives the results that a backward pass starts from; `values` are leaves that are no parameters."""
-
-    forward: Callable[[], list[torch.Tensor]]
-    values: tuple[torch.Tensor, ...]
+__all__ = ["trial_stage"]
 
 
 def trial_stage(

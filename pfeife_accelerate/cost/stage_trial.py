@@ -8,7 +8,7 @@ differs from one kind of operation to another: all in a stage are scaled alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Final
@@ -16,37 +16,38 @@ from typing import Final
 import torch
 
 from pfeife_accelerate.cost.op_profile import clean_slate
-from pfeife_accelerate.ir.costs import CostTable, OpCost
+from pfeife_accelerate.ir.costs import CostTable, OpCost, TrialStage
 
 __all__ = ["as_in_stages", "stage_seconds"]
 
-_RUNS: Final = 3
-_MOST_OFF: Final = 2.0  #: what differs by more has been disturbed
+_RUNS: Final = 4
+_MOST_OFF: Final = 4.0  #: what differs by more has been disturbed
 
 
-def stage_seconds(
-    forward: Callable[[], Sequence[torch.Tensor]], values: Sequence[torch.Tensor], device: torch.device
-) -> tuple[float, float]:
-    """Median seconds of a forward, and of a backward from all of its results, which adds to gradients that are there.
+def stage_seconds(stages: Sequence[TrialStage], device: torch.device) -> list[tuple[float, float]]:
+    """For each stage the median seconds of its forward, and of its backward, which adds to gradients that are there.
 
-    Gradients of `values` are forgotten each time: in a step they go to the stage before.
+    The stages take turns, as in a step, so that what disturbs the device for a moment falls on all of them.
     """
-    found: list[tuple[float, float]] = []
+    found: list[list[tuple[float, float]]] = [[] for _ in stages]
     with clean_slate(device):
-        for _ in range(1 + _RUNS):  # the first one loads libraries and makes the gradients
-            for value in values:
-                value.grad = None
-            began_s = _now(device)
-            roots = forward()
-            between_s = _now(device)
-            gradients = [torch.ones_like(root) for root in roots]
-            ready_s = _now(device)
-            if roots:
-                torch.autograd.backward(roots, gradients)
-            del roots
-            found.append((between_s - began_s, _now(device) - ready_s))
-    forwards, backwards = zip(*found[1:], strict=True)
-    return median(forwards), median(backwards)
+        for _ in range(1 + _RUNS):  # the first time loads libraries and makes the gradients
+            for stage, times in zip(stages, found, strict=True):
+                times.append(_once(stage, device))
+    return [(median(f for f, _ in times[1:]), median(b for _, b in times[1:])) for times in found]
+
+
+def _once(stage: TrialStage, device: torch.device) -> tuple[float, float]:
+    for value in stage.values:
+        value.grad = None
+    began_s = _now(device)
+    roots = stage.forward()
+    forward_s = _now(device) - began_s
+    gradients = [torch.ones_like(root) for root in roots]
+    began_s = _now(device)
+    if roots:
+        torch.autograd.backward(roots, gradients)
+    return forward_s, _now(device) - began_s
 
 
 def _now(device: torch.device) -> float:
@@ -58,7 +59,7 @@ def _now(device: torch.device) -> float:
 def as_in_stages(costs: CostTable, found: Iterable[tuple[slice, float, float]]) -> CostTable:
     """`found` gives stages with the seconds of their forward and backward: their operations' costs add up to these.
 
-    What is off by more than a factor of two is taken for disturbed, and counts as much as that.
+    What is off by more than a factor of four is taken for disturbed, and counts as much as that.
     """
     ops = list(costs.ops)
     for stage, forward_s, backward_s in found:

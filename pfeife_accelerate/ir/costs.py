@@ -23,6 +23,7 @@ __all__ = [
     "OperandRole",
     "PreparedOp",
     "StageCost",
+    "TrialStage",
 ]
 
 
@@ -92,6 +93,17 @@ class Operand:
     storage: int
     storage_bytes: int
     role: OperandRole = OperandRole.ACTIVATION
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialStage:
+    """Operations that are run together: `forward()` gives the tensors (torch's) that a backward pass starts from.
+
+    `values` are leaves that are no parameters: in a step their gradients go to the stage before.
+    """
+
+    forward: Callable[[], list[Any]]
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from pfeife_accelerate.planner import SearchOptions, cuts_at, make_plan, pipelin
 from pfeife_accelerate.planner.describe import describe
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.session.call import Call
-from pfeife_accelerate.session.measuring import machine_here, measured_costs
+from pfeife_accelerate.session.measuring import machine_here
 from pfeife_accelerate.session.numbers import candidates, fastest, rows_of
 
 __all__ = ["TrainingState", "graph_of", "leanest", "new_plan", "search_options", "worth_copying"]
@@ -63,8 +63,12 @@ def new_plan(
     device: torch.device,
     links: LinkProfile | None,
     state: TrainingState,
+    costs_of: Callable[[int, float], CostTable],
 ) -> PipelinePlan:
-    """The fastest plan over the numbers of micro-batches that may be chosen, in full effort where steps are long."""
+    """The fastest plan over the numbers of micro-batches that may be chosen, in full effort where steps are long.
+
+    `costs_of(rows, seconds)` measures operations on micro-batches of so many rows, for so long at most.
+    """
     machine = machine_here(mesh, device, links)
     spec = machine.device_of(0)
     kept = state(spec)
@@ -74,7 +78,7 @@ def new_plan(
 
     def quick_plan(number: int, budget_s: float) -> PipelinePlan:
         ops = graph_of(call, number)
-        costs = measured_costs(plugin, call, rows_of(call, number), device, budget_s=budget_s)
+        costs = costs_of(rows_of(call, number), budget_s)
         copied = worth_copying(call.graph, ops, costs, links_used)
         graph = cost_graph_of(ops, costs, kept, copied=copied, bytes_per_s=spec.bytes_per_s)
         graphs[number] = ops, graph, copied

@@ -1,7 +1,8 @@
 """Agree on a plan: what happens once, at the first call of a model.
 
 World rank 0 finds a plan that was made before, or all ranks measure the links between them, unless that has been done,
-and world rank 0 makes a new one; every rank gets the plan as JSON and checks that its own graph has its fingerprint.
+and world rank 0 makes a new one, for which all ranks measure operations at the same time and its own times count; every
+rank gets the plan as JSON and checks that its own graph has its fingerprint.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from pfeife_accelerate.capture.copied import copyable
 from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.cost.store import FORMAT
 from pfeife_accelerate.errors import PfeifeError
-from pfeife_accelerate.ir import DeviceSpec, PipelinePlan, from_json, to_json
+from pfeife_accelerate.ir import CostTable, DeviceSpec, PipelinePlan, from_json, to_json
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.runtime.transport import AbstractTransport
 from pfeife_accelerate.schedule import lower, messages_between
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.links import agree_on_links
+from pfeife_accelerate.session.measuring import measured_costs
 from pfeife_accelerate.session.new_plan import TrainingState, graph_of, new_plan, search_options
 from pfeife_accelerate.session.plan_cache import PlanCache, write_plan
 
+_MEASURE = "measure "  #: then the rows of a micro-batch, and seconds
 #: Asked for the bytes of optimizer states alone: their seconds do not count.
 _NO_DEVICE = DeviceSpec(name="", memory_bytes=0, flops_per_s=(), bytes_per_s=1.0, launch_s=0.0)
 
@@ -53,13 +56,19 @@ def agree_on_plan(
     text = ""
     if mesh.world_rank == 0:
         if plan is None:
-            plan = new_plan(plugin, mesh, call, device, links, state)
+            costs_of = partial(_costs_where_all_are_busy, plugin, mesh, call, device)
+            plan = new_plan(plugin, mesh, call, device, links, state, costs_of)
             if cache is not None:
                 cache.write(plan)
         text = to_json(plan)
         if plugin.plan_file and not Path(plugin.plan_file).exists():
             write_plan(Path(plugin.plan_file), plan)
-    plan = from_json(_broadcast_text(text, mesh))
+    text = _broadcast_text(text, mesh)
+    while text.startswith(_MEASURE):
+        rows, budget_s = text.removeprefix(_MEASURE).split()
+        measured_costs(plugin, call, int(rows), device, budget_s=float(budget_s), is_kept=False)
+        text = _broadcast_text("", mesh)
+    plan = from_json(text)
     if plan.graph_fingerprint != graph_of(call, plan.spec.num_microbatches).fingerprint:
         raise PfeifeError(
             id="PF222",
@@ -140,6 +149,17 @@ def _check(mesh: PipelineMesh, call: Call, path: Path, plan: PipelinePlan) -> No
         )
     values = ((edge.producer, edge.consumers, edge.spec.requires_grad) for edge in plan.edges)
     lower(plan.schedule, messages_between(values, plan.stage_ranks))
+
+
+# -- new plans ---------------------------------------------------------------------------------------------------------
+
+
+def _costs_where_all_are_busy(
+    plugin: PfeifePlugin, mesh: PipelineMesh, call: Call, device: torch.device, rows: int, budget_s: float
+) -> CostTable:
+    """`measured_costs` of world rank 0 while all ranks measure the same: as in a step, none has the host to itself."""
+    _broadcast_text(f"{_MEASURE}{rows} {budget_s}", mesh)
+    return measured_costs(plugin, call, rows, device, budget_s=budget_s)
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
