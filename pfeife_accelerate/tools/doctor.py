@@ -24,6 +24,7 @@ from pfeife_accelerate.config import PfeifePlugin, is_enabled, section_variables
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.integration import seams
 from pfeife_accelerate.tools.launch_command import free_port
+from pfeife_accelerate.tools.tables import folding_table
 
 __all__ = ["SelfTest", "doctor", "self_test"]
 
@@ -87,7 +88,7 @@ def self_test(*, limit_s: float = _SELF_TEST_LIMIT_S) -> SelfTest:
 
 
 def _versions() -> Table:
-    table = Table("library", "version", title="Versions")
+    table = folding_table("library", "version", title="Versions")
     table.add_row("pfeife_accelerate", pfeife_accelerate.__version__)
     table.add_row("python", platform.python_version())
     for library in _LIBRARIES:
@@ -101,7 +102,7 @@ def _versions() -> Table:
 
 
 def _devices() -> Table:
-    table = Table("what", "found", title="Devices")
+    table = folding_table("what", "found", title="Devices")
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     table.add_row("backends", ", ".join(name for name, found in backends.items() if found) or "none")
     table.add_row("backend of a launch here", "nccl" if torch.cuda.is_available() else "gloo")
@@ -115,7 +116,7 @@ def _devices() -> Table:
 
 
 def _seams(failures: list[str]) -> Table:
-    table = Table("attribute", "put in", "now", "signature", title="Patched attributes")
+    table = folding_table("attribute", "put in", "now", "signature", title="Patched attributes")
     for row in seams.check():
         name = f"{row.seam.owner.rpartition('.')[2]}.{row.seam.name}"
         if row.matches:
@@ -128,7 +129,7 @@ def _seams(failures: list[str]) -> Table:
 
 
 def _options(failures: list[str]) -> Table:
-    table = Table("variable", "value", title="Options in force (environment)")
+    table = folding_table("variable", "value", title="Options in force (environment)")
     for variable, value in sorted(section_variables().items()):
         table.add_row(variable, value)
     if not is_enabled():

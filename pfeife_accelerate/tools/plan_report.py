@@ -14,6 +14,7 @@ from pfeife_accelerate.planner.planned import Planned
 from pfeife_accelerate.schedule.picture import cells, frame, legend
 from pfeife_accelerate.tools.plan_choice import Attempt, Shape
 from pfeife_accelerate.tools.sizes import format_bytes
+from pfeife_accelerate.tools.tables import number_table
 
 __all__ = ["memory_table", "print_attempts", "print_plan", "stage_table", "timeline_text"]
 
@@ -44,9 +45,8 @@ def print_plan(console: Console, planned: Planned, graph: CostGraph, *, all_redu
 
 def stage_table(planned: Planned, graph: CostGraph) -> Table:
     """One row for each stage, costs on one micro-batch."""
-    table = Table("stage", "rank", "operations", "parameters", "forward ms", "backward ms", "kept", title="Stages")
-    for column in table.columns:
-        column.justify = "right"
+    headings = ("stage", "rank", "operations", "parameters", "forward ms", "backward ms", "kept")
+    table = number_table(*headings, title="Stages")
     bounds = (0, *planned.cuts, len(graph.nodes))
     for stage, (rank, cost) in enumerate(zip(planned.stage_ranks, planned.stages, strict=True)):
         again = " (recomputed)" if stage in planned.recompute else ""
@@ -64,10 +64,8 @@ def stage_table(planned: Planned, graph: CostGraph) -> Table:
 
 def memory_table(planned: Planned) -> Table:
     """One row for each rank: what its peak consists of."""
-    table = Table("rank", "parameters", "gradients, optimizer", "activations", "workspace", "messages", "peak", "limit",
-                  title="Memory at the peak")  # fmt: skip
-    for column in table.columns:
-        column.justify = "right"
+    headings = ("rank", "parameters", "gradients, optimizer", "activations", "workspace", "messages", "peak", "limit")
+    table = number_table(*headings, title="Memory at the peak")
     for rank, memory in enumerate(planned.memory):
         sizes = (
             memory.params_bytes,

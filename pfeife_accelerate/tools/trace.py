@@ -20,6 +20,7 @@ from pfeife_accelerate.ir.trace import Trace, trace_from_json
 from pfeife_accelerate.planner.comparison import Comparison, compare
 from pfeife_accelerate.tools.chrome_trace import chrome_trace
 from pfeife_accelerate.tools.plan_report import timeline_text
+from pfeife_accelerate.tools.tables import number_table
 
 __all__ = ["print_comparison", "read_trace", "show", "trace_script"]
 
@@ -116,7 +117,7 @@ def print_comparison(console: Console, trace: Trace) -> None:
 
 
 def _step_table(found: Comparison) -> Table:
-    table = _table("", "planned", "recorded", "error", title="Step, and idle share of each rank")
+    table = number_table("", "planned", "recorded", "error", title="Step, and idle share of each rank")
     table.add_row("ms", _ms(found.step.planned_s), _ms(found.step.recorded_s), _error(found.step.error))
     table.add_row("idle", f"{found.planned_idle:.1%}", f"{found.recorded_idle:.1%}", "")
     for rank in found.ranks:
@@ -125,7 +126,7 @@ def _step_table(found: Comparison) -> Table:
 
 
 def _stage_table(found: Comparison) -> Table:
-    table = _table("stage", "rank", "", "planned ms", "recorded ms", "error", title="Stages, one micro-batch")
+    table = number_table("stage", "rank", "", "planned ms", "recorded ms", "error", title="Stages, one micro-batch")
     for row in found.stages:
         planned, recorded = _ms(row.planned_s), _ms(row.recorded_s)
         table.add_row(str(row.stage), str(row.rank), row.kind.value, planned, recorded, _error(row.error))
@@ -133,17 +134,10 @@ def _stage_table(found: Comparison) -> Table:
 
 
 def _link_table(found: Comparison) -> Table:
-    table = _table("link", "messages", "planned ms", "recorded ms", "error", title="Links, one message")
+    table = number_table("link", "messages", "planned ms", "recorded ms", "error", title="Links, one message")
     for row in found.links:
         link = f"{row.sender} to {row.receiver}"
         table.add_row(link, str(row.num_messages), _ms(row.planned_s), _ms(row.recorded_s), _error(row.error))
-    return table
-
-
-def _table(*headings: str, title: str) -> Table:
-    table = Table(*headings, title=title)
-    for column in table.columns:
-        column.justify = "right"
     return table
 
 

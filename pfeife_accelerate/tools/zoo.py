@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pfeife_accelerate.tools.plan import plan
+from pfeife_accelerate.tools.tables import folding_table
 from pfeife_accelerate.zoo import MEMBERS, PaperFigure, PublishedSettings, ZooModel, member
 
 __all__ = ["fill_in", "zoo"]
@@ -55,7 +56,7 @@ def fill_in(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _members() -> Table:
-    table = Table("name", "parameters", "library", "licence of the weights", "what it is", title="The zoo")
+    table = folding_table("name", "parameters", "library", "licence of the weights", "what it is", title="The zoo")
     table.columns[1].justify = "right"
     for model in MEMBERS.values():
         installed = model.library if model.is_installed else f"{model.library}, not installed"
@@ -68,7 +69,7 @@ def _millions(number: int) -> str:
 
 
 def _show(console: Console, model: ZooModel) -> None:
-    facts = Table("what", "value", title=model.name)
+    facts = folding_table("what", "value", title=model.name)
     size = model.size
     batch = [f"{size.rows} rows"]
     batch += [f"{size.seq} tokens"] if size.seq else []
@@ -101,7 +102,7 @@ def _first_line(maker: Callable[..., object] | None) -> str:
 
 
 def _figures(figures: tuple[PaperFigure, ...]) -> Table:
-    table = Table("devices", "micro-batches", "precision", "system", "items/s", "where", title="In the paper")
+    table = folding_table("devices", "micro-batches", "precision", "system", "items/s", "where", title="In the paper")
     for figure in figures:
         table.add_row(
             str(figure.num_devices),

@@ -211,7 +211,7 @@ class Pretended:
         return []
 
 
-@pytest.mark.parametrize(("full_rounds", "slow_steps"), [(0, 1), (2, 2)])
+@pytest.mark.parametrize(("full_rounds", "slow_steps"), [(0, 1), (2, 4)])
 def test_peers_far_behind_do_the_full_rounds_only(full_rounds, slow_steps):
     playing = {n: Pretended(n, s) for n, s in {PLAIN: 9.0, "ZBV": 2.0, "1F1B": 2.2, "GPipe": 3.0, FIXED: 1.0}.items()}
     turns = Turns()
@@ -219,8 +219,8 @@ def test_peers_far_behind_do_the_full_rounds_only(full_rounds, slow_steps):
         turns.warm_up(contestant)
     assert turns.play(playing, rounds=4, full_rounds=full_rounds) == {}
     counts = {name: len(seconds) for name, seconds in turns.seconds.items()}
-    assert counts == {PLAIN: 4, "ZBV": 4, "1F1B": 4, "GPipe": slow_steps, FIXED: 4}
-    assert playing["GPipe"].asked == 2 + full_rounds
+    assert counts == {PLAIN: 8, "ZBV": 8, "1F1B": 8, "GPipe": slow_steps, FIXED: 8}
+    assert playing["GPipe"].asked == 2 + 3 * full_rounds, "the first step of a turn does not count"
 
 
 def test_who_fails_in_a_round_is_named_and_the_others_go_on():
@@ -229,7 +229,7 @@ def test_who_fails_in_a_round_is_named_and_the_others_go_on():
     for contestant in playing.values():
         turns.warm_up(contestant)
     assert turns.play(playing, rounds=3, full_rounds=1) == {"ZBV": "gone"}
-    assert len(turns.seconds[FIXED]) == 3
+    assert len(turns.seconds[FIXED]) == 6
 
 
 def test_memory_in_pieces_smaller_than_a_large_page_is_counted():

@@ -4,12 +4,13 @@ r"""Training tools side by side: this package, torch's pipelining, DeepSpeed, DD
     python zoo/benchmarks/peers.py --model vit --microbatches 8 --find-splits 3
     python zoo/benchmarks/peers.py --render
 
-A cell is a model at a number of micro-batches. Its contestants are started one after the other and then take turns, a
-step each; every one does `--full-rounds` rounds, and what is compared by targets does all `--rounds`: plain, ours, and
-the pipeline peers that are nearly as fast as the fastest (with no full rounds, the steps of warming up tell). As a
-process keeps the memory that it got at its start, all that is compared starts `--starts` times, in another order each
-time, and the steps of all starts count together. Cells are kept in a JSON file, from which the document is made. What
-does not depend on micro-batches (DDP, FSDP2, ours on auto) takes part in the first cell of a model. With
+A cell is a model at a number of micro-batches. Its contestants are started one after the other and then take turns, of
+three steps, of which the first does not count; every one does `--full-rounds` rounds, and what is compared by targets
+does all `--rounds`: plain, ours, and the pipeline peers that are nearly as fast as the fastest (with no full rounds, the
+steps of warming up tell). As a process keeps the memory that it got at its start, all that is compared starts
+`--starts` times, in another order each time, and the steps of all starts count together. Cells are kept in a JSON file,
+from which the document is made. What does not depend on micro-batches (DDP, FSDP2, ours on auto) takes part in the
+first cell of a model. With
 `--find-splits`, several splits by hand are tried for each peer, and the best is kept for later runs.
 DeepSpeed is optional, and may be in a folder of its own, given by `--deepspeed FOLDER`:
 
@@ -53,6 +54,8 @@ BATCH_STATISTICS = ("resnet",)
 MODELS = ("vit", "llama", "resnet", "unet", "tiny")
 #: A peer that is slower than the fastest by more than this is not measured in every round.
 NEARLY = 1.15
+#: That count, of each turn.
+_STEPS = 2
 ALWAYS = (PLAIN, ACCUMULATION, FIXED, AUTO)
 
 
@@ -80,7 +83,8 @@ class Turns:
             names = [n for n in (playing if number < full_rounds else self.compared()) if n not in failures]
             for name in names if number % 2 == 0 else reversed(names):
                 try:
-                    self.seconds[name] += [record.seconds for record in playing[name].steps(1)]
+                    # Its first step finds nothing in the caches: in a training, one step follows another.
+                    self.seconds[name] += [record.seconds for record in playing[name].steps(1 + _STEPS)[1:]]
                 except Failure as failure:
                     failures[name] = str(failure)
         self.seconds = {name: found or [self.warm_s[name]] for name, found in self.seconds.items()}
