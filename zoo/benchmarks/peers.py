@@ -6,12 +6,12 @@ r"""Training tools side by side: this package, torch's pipelining, DeepSpeed, DD
 
 A cell is a model at a number of micro-batches. Its contestants are started one after the other and then take turns, of
 three steps, of which the first does not count; every one does `--full-rounds` rounds, and what is compared by targets
-does all `--rounds`: plain, ours, and the pipeline peers that are nearly as fast as the fastest (with no full rounds, the
-steps of warming up tell). As a process keeps the memory that it got at its start, all that is compared starts
+does all `--rounds`: plain, ours, and the pipeline peers that are nearly as fast as the fastest (without full rounds,
+the steps of warming up tell). As a process keeps the memory that it got at its start, all that is compared starts
 `--starts` times, in another order each time, and the steps of all starts count together. Cells are kept in a JSON file,
 from which the document is made. What does not depend on micro-batches (DDP, FSDP2, ours on auto) takes part in the
-first cell of a model. With
-`--find-splits`, several splits by hand are tried for each peer, and the best is kept for later runs.
+first cell of a model. With `--find-splits`, several splits by hand are tried for each peer, and the best is kept for
+later runs.
 DeepSpeed is optional, and may be in a folder of its own, given by `--deepspeed FOLDER`:
 
     DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation --target FOLDER deepspeed hjson ninja py-cpuinfo msgpack \
