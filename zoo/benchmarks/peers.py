@@ -24,6 +24,7 @@ missed.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 import tempfile
@@ -201,6 +202,7 @@ def command_line(options: argparse.Namespace) -> str:
     parts = ["python zoo/benchmarks/peers.py --model", *options.model, "--microbatches"]
     parts += [*map(str, options.microbatches), "--rows", str(options.rows), "--rounds", str(options.rounds)]
     parts += ["--full-rounds", str(options.full_rounds), "--starts", str(options.starts)]
+    parts += ["--only", *map(shlex.quote, options.only)] if options.only else []
     return " ".join([*parts, *(["--deepspeed FOLDER"] if options.deepspeed else [])])
 
 
