@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "zoo" / "benchmarks"))
 from endurance import Endured
 from even_memory import scattered_bytes
 from host_cost import Measured
-from peers import Turns
+from peers import Turns, _parser, command_line
 from peers_rank import Entry, Holdings
 from peers_record import ACCUMULATION, AUTO, FIXED, PLAIN, Cell, Found, Store, surroundings
 from peers_split import best_bounds
@@ -230,6 +230,23 @@ def test_who_fails_in_a_round_is_named_and_the_others_go_on():
         turns.warm_up(contestant)
     assert turns.play(playing, rounds=3, full_rounds=1) == {"ZBV": "gone"}
     assert len(turns.seconds[FIXED]) == 6
+
+
+def test_the_command_is_told_whole_but_for_folders_of_this_machine():
+    said = [
+        "--model",
+        "vit",
+        "--microbatches",
+        "8",
+        "--only",
+        "plain",
+        "plain accumulation",
+        "--deepspeed",
+        "/a/folder",
+    ]
+    told = command_line(_parser().parse_args(said))
+    assert told.startswith("python zoo/benchmarks/peers.py --model vit --microbatches 8 --rows 8 ")
+    assert told.endswith("--starts 3 --only plain 'plain accumulation' --deepspeed FOLDER")
 
 
 def test_memory_in_pieces_smaller_than_a_large_page_is_counted():
