@@ -2,7 +2,8 @@
 
 Models: the very program that a rank would run for these operations, with parameters, values and gradients of the right
 shapes, and parameters of a size at which numbers neither grow nor vanish from layer to layer: what is subnormal takes
-processors many times as long. Ignores: all else about the values, and which parameters are tied.
+processors many times as long. Ignores: all else about the values, which parameters are tied, and what a plan may want
+of a stage (compiled, recomputed, weight gradients put off).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def trial_stage(
     """
     cuts = tuple(position for position in (begin, end) if 0 < position < len(graph.ops))
     program = split(graph, cuts, graph.result_names()).stages[int(begin > 0)]
-    made = {i: _argument(graph, i, bindings, device) for i in program.inputs}
+    examples = {(p.kind, p.state_name or str(p.index)): p.example for p in graph.placeholders}
+    made = {i: _argument(graph, i, examples, bindings, device) for i in program.inputs}
     values = (argument for i, argument in made.items() if i.kind in (InputKind.VALUE, InputKind.MODEL_INPUT))
     mode = nullcontext if autocast is None else partial(torch.autocast, autocast[0], dtype=autocast[1])
     return TrialStage(
@@ -57,12 +59,18 @@ def _forward(
         return [tensor for tensor in tensors_in(run(*arguments)) if tensor.requires_grad]
 
 
-def _argument(graph: CapturedGraph, wanted: StageInput, bindings: Mapping[Any, int], device: torch.device) -> Any:
+def _argument(
+    graph: CapturedGraph,
+    wanted: StageInput,
+    examples: Mapping[tuple[PlaceholderKind, str], Any],
+    bindings: Mapping[Any, int],
+    device: torch.device,
+) -> Any:
     match wanted.kind:
         case InputKind.STATE:
-            return _tame(make_up(graph, _placeholder(graph, wanted), bindings, device))
+            return _tame(make_up(graph, examples[PlaceholderKind.STATE, wanted.name], bindings, device))
         case InputKind.MODEL_INPUT:
-            return make_up(graph, _placeholder(graph, wanted), bindings, device)
+            return make_up(graph, examples[PlaceholderKind.INPUT, wanted.name], bindings, device)
         case InputKind.VALUE | InputKind.SIZE:
             return make_up(graph, graph.node_of[wanted.name].meta["example_value"], bindings, device)
         case InputKind.SEED:
@@ -71,17 +79,6 @@ def _argument(graph: CapturedGraph, wanted: StageInput, bindings: Mapping[Any, i
             return None
         case _:
             assert_never(wanted.kind)
-
-
-def _placeholder(graph: CapturedGraph, wanted: StageInput) -> Any:
-    """The example of the parameter, buffer or argument of that name."""
-    is_state = wanted.kind is InputKind.STATE
-    return next(
-        p.example
-        for p in graph.placeholders
-        if (p.kind is PlaceholderKind.STATE and p.state_name == wanted.name if is_state
-            else p.kind is PlaceholderKind.INPUT and str(p.index) == wanted.name)
-    )  # fmt: skip
 
 
 @torch.no_grad()

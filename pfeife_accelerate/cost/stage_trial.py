@@ -8,46 +8,68 @@ differs from one kind of operation to another: all in a stage are scaled alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Final
 
 import torch
 
+from pfeife_accelerate.compat_autocast import autocast_as_it_was
 from pfeife_accelerate.cost.op_profile import clean_slate
+from pfeife_accelerate.cost.op_trial import engine_s
 from pfeife_accelerate.ir.costs import CostTable, OpCost, TrialStage
+from pfeife_accelerate.log import get_logger
 
 __all__ = ["as_in_stages", "stage_seconds"]
 
+_LOG = get_logger(__name__)
 _RUNS: Final = 4
 _MOST_OFF: Final = 4.0  #: what differs by more has been disturbed
 
 
-def stage_seconds(stages: Sequence[TrialStage], device: torch.device) -> list[tuple[float, float]]:
+def stage_seconds(makers: Sequence[Callable[[], TrialStage]], device: torch.device) -> list[tuple[float, float] | None]:
     """For each stage the median seconds of its forward, and of its backward, which adds to gradients that are there.
 
-    The stages take turns, as in a step, so that what disturbs the device for a moment falls on all of them.
+    None for one that cannot be made or run on made-up data. The stages take turns, as in a step, so that what disturbs
+    the device for a moment falls on all of them. Random numbers, gradient mode and autocast are left as they were.
     """
-    found: list[list[tuple[float, float]]] = [[] for _ in stages]
+    times: list[list[tuple[float, float]]] = [[] for _ in makers]
     with clean_slate(device):
+        overhead_s = engine_s(device)
+        stages: dict[int, TrialStage] = {}
+        for number, make in enumerate(makers):
+            try:
+                stages[number] = make()
+            except Exception as failure:  # made-up data may be refused in any way
+                _LOG.debug("a stage cannot be made up: %s", failure)
         for _ in range(1 + _RUNS):  # the first time loads libraries and makes the gradients
-            for stage, times in zip(stages, found, strict=True):
-                times.append(_once(stage, device))
-    return [(median(f for f, _ in times[1:]), median(b for _, b in times[1:])) for times in found]
+            for number, stage in list(stages.items()):
+                try:
+                    times[number].append(_once(stage, device, overhead_s))
+                except Exception as failure:  # as above
+                    _LOG.debug("a stage cannot be run on made-up data: %s", failure)
+                    del stages[number]
+        done = set(stages)
+        stages.clear()  # before the device's memory is given back
+    return [
+        (median(f for f, _ in found[1:]), median(b for _, b in found[1:])) if number in done else None
+        for number, found in enumerate(times)
+    ]
 
 
-def _once(stage: TrialStage, device: torch.device) -> tuple[float, float]:
+def _once(stage: TrialStage, device: torch.device, overhead_s: float) -> tuple[float, float]:
     for value in stage.values:
         value.grad = None
-    began_s = _now(device)
-    roots = stage.forward()
-    forward_s = _now(device) - began_s
+    with torch.enable_grad(), autocast_as_it_was(device.type):
+        began_s = _now(device)
+        roots = stage.forward()
+        forward_s = _now(device) - began_s
     gradients = [torch.ones_like(root) for root in roots]
     began_s = _now(device)
     if roots:
         torch.autograd.backward(roots, gradients)
-    return forward_s, _now(device) - began_s
+    return forward_s, max(_now(device) - began_s - overhead_s, 0.0)
 
 
 def _now(device: torch.device) -> float:
@@ -59,14 +81,21 @@ def _now(device: torch.device) -> float:
 def as_in_stages(costs: CostTable, found: Iterable[tuple[slice, float, float]]) -> CostTable:
     """`found` gives stages with the seconds of their forward and backward: their operations' costs add up to these.
 
-    What is off by more than a factor of four is taken for disturbed, and counts as much as that.
+    Other operations change as those do together: costs of all are to be compared. What is off by more than a factor of
+    four is taken for disturbed, and counts as much as that.
     """
-    ops = list(costs.ops)
-    for stage, forward_s, backward_s in found:
-        forward = _ratio(forward_s, sum(op.forward_s for op in costs.ops[stage]))
-        backward = _ratio(backward_s, sum(op.backward_s for op in costs.ops[stage]))
-        ops[stage] = [_scaled(op, forward, backward) for op in costs.ops[stage]]
+    stages = list(found)
+    tried = [op for stage, *_ in stages for op in costs.ops[stage]]
+    rest = _ratios(tried, sum(f for _, f, _ in stages), sum(b for *_, b in stages))
+    ops = [_scaled(op, *rest) for op in costs.ops]
+    for stage, forward_s, backward_s in stages:
+        ratios = _ratios(costs.ops[stage], forward_s, backward_s)
+        ops[stage] = [_scaled(op, *ratios) for op in costs.ops[stage]]
     return CostTable(ops=tuple(ops))
+
+
+def _ratios(ops: Sequence[OpCost], forward_s: float, backward_s: float) -> tuple[float, float]:
+    return _ratio(forward_s, sum(op.forward_s for op in ops)), _ratio(backward_s, sum(op.backward_s for op in ops))
 
 
 def _ratio(seconds: float, expected_s: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,71 +23,78 @@ from pfeife_accelerate.cost.op_profile import measure
 from pfeife_accelerate.cost.stage_trial import as_in_stages, stage_seconds
 from pfeife_accelerate.cost.store import op_profiles
 from pfeife_accelerate.ir import CostTable, DeviceSpec, Machine
-from pfeife_accelerate.ir.costs import MeasurableOp, OpCost, OperandRole, TrialStage
-from pfeife_accelerate.log import get_logger
+from pfeife_accelerate.ir.costs import MeasurableOp, OpCost, OperandRole
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.session.call import Call
 from pfeife_accelerate.session.progress import MeasuringProgress
 
 __all__ = ["machine_here", "measured", "measured_costs"]
 
-_LOG = get_logger(__name__)
 _STAGES: Final = 8
 _STAGE_RUNS: Final = 6  #: of each, with some time to make it
 _LEAST_STAGE_S: Final = 0.002  #: what takes less is not worth the time
-_MOST_STAGES_BYTES: Final = 1 << 29  #: of all: parameters with gradients, and what is kept for the backward
+_MOST_STAGES_BYTES: Final = 1 << 29  #: of those that are tried together
 
 
 def measured_costs(
-    plugin: PfeifePlugin, call: Call, rows: int, device: torch.device, *, budget_s: float = 20.0, is_kept: bool = True
+    plugin: PfeifePlugin, call: Call, rows: int, device: torch.device, *, budget_s: float = 20.0, is_shown: bool = True
 ) -> CostTable:
     """What each operation costs on `device` for a micro-batch of `rows`; what is left after `budget_s` is modelled.
 
     Where time allows, operations are then run together, stage by stage, and their costs changed by how they differ.
-    Where it is not kept, this rank measures only because others do: it leaves no trace, and shows no progress.
+    Where it is not shown, this rank measures only because others do.
     """
     end_s, bindings = time.perf_counter() + budget_s, call.micro_bindings(rows)
     ops = measurable_ops(call.graph, bindings, device, autocast=call.autocast)
-    costs = measured(ops, plugin, device, budget_s=budget_s, is_kept=is_kept)
-    stages = []
-    for stage in _stages_to_try(call.graph.cut_allowed, ops, costs):
-        end_s -= _STAGE_RUNS * sum(map(_seconds, costs.ops[stage]))
-        if time.perf_counter() > end_s:
+    costs = measured(ops, plugin, device, budget_s=budget_s, is_shown=is_shown)
+    found = []
+    for group in _groups_to_try(call.graph.cut_allowed, ops, costs):
+        if time.perf_counter() + _STAGE_RUNS * sum(_seconds(op) for stage in group for op in costs.ops[stage]) > end_s:
             break
-        try:
-            stages.append((stage, trial_stage(call.graph, stage.start, stage.stop, bindings, device, call.autocast)))
-        except Exception as failure:  # made-up data may be refused in any way
-            _LOG.debug("operations %d to %d cannot be run as a stage: %s", stage.start, stage.stop, failure)
-    return as_in_stages(costs, _timed(stages, device))
+        makers = [
+            partial(trial_stage, call.graph, stage.start, stage.stop, bindings, device, call.autocast)
+            for stage in group
+        ]
+        seconds = zip(group, stage_seconds(makers, device), strict=True)
+        found += [(stage, *times) for stage, times in seconds if times is not None]
+    return as_in_stages(costs, found)
 
 
-def _timed(stages: Sequence[tuple[slice, TrialStage]], device: torch.device) -> list[tuple[slice, float, float]]:
-    try:
-        seconds = stage_seconds([trial for _, trial in stages], device)
-    except Exception as failure:  # in any way
-        _LOG.debug("the model's stages cannot be run on made-up data: %s", failure)
-        return []
-    return [(stage, *times) for (stage, _), times in zip(stages, seconds, strict=True)]
-
-
-def _stages_to_try(
+def _groups_to_try(
     cut_allowed: Sequence[bool], ops: Sequence[MeasurableOp | None], costs: CostTable
-) -> Iterator[slice]:
-    """The operations in some stages of about equal time, as far as all of these fit into memory together."""
-    least_s = max(sum(map(_seconds, costs.ops)) / _STAGES, _LEAST_STAGE_S)
-    start, taken_s, held_bytes, states = 0, 0.0, 0, set[int]()
-    for position, (op, cost) in enumerate(zip(ops, costs.ops, strict=True)):
-        new = {r.storage: r.storage_bytes for r in (op.reads if op else ()) if r.role is OperandRole.STATE}
-        held_bytes += cost.saved_bytes + sum(2 * new[storage] for storage in new.keys() - states)
+) -> Iterator[list[slice]]:
+    """Stages that fit into memory together, without those that do not alone."""
+    group, group_bytes = list[slice](), 0
+    for stage in _stages_to_try(cut_allowed, costs):
+        held_bytes = _held_bytes(ops[stage], costs.ops[stage])
         if held_bytes > _MOST_STAGES_BYTES:
-            return
-        states |= new.keys()
+            continue
+        if group and group_bytes + held_bytes > _MOST_STAGES_BYTES:
+            yield group
+            group, group_bytes = [], 0
+        group.append(stage)
+        group_bytes += held_bytes
+    if group:
+        yield group
+
+
+def _stages_to_try(cut_allowed: Sequence[bool], costs: CostTable) -> Iterator[slice]:
+    """The operations in some stages of about equal time, but for what takes next to no time."""
+    least_s = max(sum(map(_seconds, costs.ops)) / _STAGES, _LEAST_STAGE_S)
+    start, taken_s = 0, 0.0
+    for end, cost in enumerate(costs.ops, 1):
         taken_s += _seconds(cost)
-        is_last = position + 1 == len(ops)
-        if is_last or (cut_allowed[position + 1] and taken_s >= least_s):
+        if end == len(costs.ops) or (cut_allowed[end] and taken_s >= least_s):
             if taken_s >= _LEAST_STAGE_S:
-                yield slice(start, position + 1)
-            start, taken_s = position + 1, 0.0
+                yield slice(start, end)
+            start, taken_s = end, 0.0
+
+
+def _held_bytes(ops: Sequence[MeasurableOp | None], costs: Sequence[OpCost]) -> int:
+    """Parameters with gradients, what is kept for the backward, and the most that an operation needs beside."""
+    states = {r.storage: r.storage_bytes for op in ops if op for r in op.reads if r.role is OperandRole.STATE}
+    saved_bytes = sum(cost.saved_bytes for cost in costs)
+    return 2 * sum(states.values()) + saved_bytes + max((cost.workspace_bytes for cost in costs), default=0)
 
 
 def _seconds(op: OpCost) -> float:
@@ -100,16 +108,15 @@ def measured(
     *,
     budget_s: float,
     spec: DeviceSpec | None = None,
-    is_kept: bool = True,
+    is_shown: bool = True,
 ) -> CostTable:
     """`measure` with its progress shown; it knows what is kept in the cache folder, and keeps there what is new."""
     store = op_profiles(cache_folder(plugin), device)
     known = store.read()
     profiles = dict(known)
-    with MeasuringProgress("measuring operations") if is_kept else nullcontext() as progress:
+    with MeasuringProgress("measuring operations") if is_shown else nullcontext() as progress:
         costs = measure(ops, device, budget_s=budget_s, spec=spec, profiles=profiles, progress=progress)
-    if is_kept:
-        store.add({key: profile for key, profile in profiles.items() if key not in known})
+    store.add({key: profile for key, profile in profiles.items() if key not in known})
     return CostTable(ops=costs)
 
 

@@ -114,6 +114,8 @@ def leanest(plan_within: Callable[[int], PipelinePlan], fastest_plan: PipelinePl
     lean, most_bytes = fastest_plan, max(fastest_plan.peak_bytes)
     too_little_bytes, enough_bytes = int(_LEAST_SHARE * most_bytes), most_bytes
     for _ in range(_SEARCHES):
+        if too_little_bytes >= enough_bytes:
+            break
         tried_bytes = (too_little_bytes + enough_bytes) // 2
         try:
             plan = plan_within(tried_bytes)

@@ -20,6 +20,7 @@ from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.cost.store import FORMAT
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir import CostTable, DeviceSpec, PipelinePlan, from_json, to_json
+from pfeife_accelerate.log import get_logger
 from pfeife_accelerate.runtime.mesh import PipelineMesh
 from pfeife_accelerate.runtime.transport import AbstractTransport
 from pfeife_accelerate.schedule import lower, messages_between
@@ -29,6 +30,8 @@ from pfeife_accelerate.session.measuring import measured_costs
 from pfeife_accelerate.session.new_plan import TrainingState, graph_of, new_plan, search_options
 from pfeife_accelerate.session.plan_cache import PlanCache, write_plan
 
+_LOG = get_logger(__name__)
+_COSTING = 2  #: how costs follow from what is measured: plans of another way are made anew
 _MEASURE = "measure "  #: then the rows of a micro-batch, and seconds
 #: Asked for the bytes of optimizer states alone: their seconds do not count.
 _NO_DEVICE = DeviceSpec(name="", memory_bytes=0, flops_per_s=(), bytes_per_s=1.0, launch_s=0.0)
@@ -66,7 +69,7 @@ def agree_on_plan(
     text = _broadcast_text(text, mesh)
     while text.startswith(_MEASURE):
         rows, budget_s = text.removeprefix(_MEASURE).split()
-        measured_costs(plugin, call, int(rows), device, budget_s=float(budget_s), is_kept=False)
+        _measure_along(plugin, call, device, int(rows), float(budget_s))
         text = _broadcast_text("", mesh)
     plan = from_json(text)
     if plan.graph_fingerprint != graph_of(call, plan.spec.num_microbatches).fingerprint:
@@ -107,7 +110,7 @@ def _question(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "package": version("pfeife_accelerate"),
-        "costs": FORMAT,
+        "costs": f"{FORMAT}.{_COSTING}",
     }
 
 
@@ -160,6 +163,13 @@ def _costs_where_all_are_busy(
     """`measured_costs` of world rank 0 while all ranks measure the same: as in a step, none has the host to itself."""
     _broadcast_text(f"{_MEASURE}{rows} {budget_s}", mesh)
     return measured_costs(plugin, call, rows, device, budget_s=budget_s)
+
+
+def _measure_along(plugin: PfeifePlugin, call: Call, device: torch.device, rows: int, budget_s: float) -> None:
+    try:
+        measured_costs(plugin, call, rows, device, budget_s=budget_s, is_shown=False)
+    except Exception as failure:  # rank 0 goes on, and these times do not count
+        _LOG.debug("this rank cannot measure along: %s", failure)
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------

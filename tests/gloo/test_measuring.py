@@ -27,7 +27,7 @@ measured_costs = planning.measured_costs
 def noted(plugin, call, rows, device, **options):
     began_s = time.monotonic()
     found = measured_costs(plugin, call, rows, device, **options)
-    note = {"rows": rows, "began_s": began_s, "ended_s": time.monotonic(), "kept": options.get("is_kept", True)}
+    note = {"rows": rows, "began_s": began_s, "ended_s": time.monotonic(), "shown": options.get("is_shown", True)}
     with open(Path(sys.argv[1], os.environ["RANK"]), "a") as file:
         file.write(json.dumps(note) + "\\n")
     return found
@@ -41,14 +41,14 @@ accelerator.backward(model(torch.randn(8, 64)).square().mean())
 """
 
 
-def test_all_ranks_measure_the_same_at_the_same_time_and_one_keeps_it(tmp_path: Path):
+def test_all_ranks_measure_the_same_at_the_same_time_and_one_shows_it(tmp_path: Path):
     notes = tmp_path / "notes"
     notes.mkdir()
     cache = {"PFEIFE_CACHE_DIR": str(tmp_path / "cache")}
     run_ranks(SCRIPT, num_processes=2, args=(str(notes),), timeout=60, env=cache).check()
     ours, theirs = ([json.loads(line) for line in (notes / rank).read_text().splitlines()] for rank in "01")
     assert ours and [note["rows"] for note in ours] == [note["rows"] for note in theirs]
-    assert {note["kept"] for note in ours} == {True} and {note["kept"] for note in theirs} == {False}
+    assert {note["shown"] for note in ours} == {True} and {note["shown"] for note in theirs} == {False}
     for mine, other in zip(ours, theirs, strict=True):
         both_s = min(mine["ended_s"], other["ended_s"]) - max(mine["began_s"], other["began_s"])
         assert both_s > 0, "one after the other"

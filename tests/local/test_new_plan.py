@@ -42,6 +42,17 @@ def test_a_plan_that_needs_less_than_it_may_is_searched_below(fastest):
     assert leanest(plan_within, fastest).peak_bytes == (450, 450)
 
 
+def test_nothing_is_searched_below_a_plan_that_needs_hardly_anything(fastest):
+    asked: list[int] = []
+
+    def plan_within(most_bytes: int) -> PipelinePlan:
+        asked.append(most_bytes)
+        return replace(fastest, estimate_s=1.0, peak_bytes=(300, 300))
+
+    assert leanest(plan_within, fastest).peak_bytes == (300, 300)
+    assert len(asked) == 1
+
+
 def test_what_is_slower_is_not_taken(fastest):
     def plan_within(most_bytes: int) -> PipelinePlan:
         return replace(fastest, estimate_s=1.05, peak_bytes=(most_bytes, most_bytes))

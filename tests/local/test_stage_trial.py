@@ -12,6 +12,7 @@ from torch import nn
 from pfeife_accelerate.capture.graph import CapturedGraph, bind_symbols
 from pfeife_accelerate.capture.model_capture import ModelCapture
 from pfeife_accelerate.capture.trial_stage import trial_stage
+from pfeife_accelerate.compat import AUTOCAST_ENTER
 from pfeife_accelerate.cost.stage_trial import as_in_stages, stage_seconds
 from pfeife_accelerate.ir import CostTable
 from pfeife_accelerate.ir.costs import OpCost, TrialStage
@@ -30,11 +31,24 @@ def costs(*pairs: tuple[float, float]) -> CostTable:
     return CostTable(ops=tuple(OpCost(forward_s=f, backward_input_s=b / 2, backward_weight_s=b / 2) for f, b in pairs))
 
 
-def test_costs_of_a_stage_add_up_to_what_it_took_and_others_stay():
+def test_costs_of_a_stage_add_up_to_what_it_took_and_others_change_alike():
     table = as_in_stages(costs((1.0, 2.0), (1.0, 4.0), (3.0, 0.0), (5.0, 5.0)), [(slice(0, 2), 3.0, 3.0)])
-    assert [op.forward_s for op in table.ops] == [1.5, 1.5, 3.0, 5.0]
-    assert [op.backward_s for op in table.ops] == [1.0, 2.0, 0.0, 5.0]
+    assert [op.forward_s for op in table.ops] == [1.5, 1.5, 4.5, 7.5]
+    assert [op.backward_s for op in table.ops] == [1.0, 2.0, 0.0, 2.5]
     assert table.ops[1].backward_weight_s == table.ops[1].backward_input_s == 1.0
+
+
+def test_every_stage_has_a_ratio_of_its_own_and_the_rest_that_of_all():
+    found = [(slice(0, 1), 2.0, 0.0), (slice(1, 2), 1.0, 0.0)]
+    assert [op.forward_s for op in as_in_stages(costs((1.0, 0.0), (1.0, 0.0), (1.0, 0.0)), found).ops] == [
+        2.0,
+        1.0,
+        1.5,
+    ]
+
+
+def test_without_stages_costs_are_as_they_were():
+    assert as_in_stages(costs((1.0, 2.0)), []) == costs((1.0, 2.0))
 
 
 def test_what_costs_nothing_costs_nothing_in_a_stage():
@@ -62,11 +76,57 @@ def test_forward_and_backward_are_timed_apart_and_only_parameters_keep_gradients
     weight, value = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     slow = TrialStage(forward=lambda: [_Slow.apply(weight * value)], values=(value,))
     without = TrialStage(forward=lambda: [], values=())
-    (forward_s, backward_s), (_, nothing_s) = stage_seconds([slow, without], CPU)
+    times, nothing = stage_seconds([lambda: slow, lambda: without], CPU)
+    assert times is not None and nothing is not None
+    (forward_s, backward_s), (_, nothing_s) = times, nothing
     assert 0.01 <= forward_s < 0.028 <= backward_s
     assert nothing_s < 0.01
     assert value.grad.tolist() == [1.0, 1.0]
     assert weight.grad[0] > 2.0, "as after several micro-batches"
+
+
+def test_a_stage_that_fails_is_left_out_and_leaves_no_mode_switched():
+    def make() -> TrialStage:
+        raise ValueError("cannot be made up")
+
+    def run() -> list[torch.Tensor]:
+        torch.set_grad_enabled(False)
+        AUTOCAST_ENTER("cpu", torch.bfloat16, True, True)
+        raise ValueError("does not like made-up data")
+
+    weight = torch.ones(2, requires_grad=True)
+    good = TrialStage(forward=lambda: [weight * 2], values=())
+    bad = TrialStage(forward=run, values=())
+    dtype = torch.get_autocast_dtype("cpu")
+    nothing, times, failed = stage_seconds([make, lambda: good, lambda: bad], CPU)
+    assert nothing is None and failed is None and times is not None and times[1] > 0
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert torch.get_autocast_dtype("cpu") is dtype
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
+
+
+def test_a_stage_that_ends_without_gradients_has_a_backward_each_time():
+    weight = torch.ones(2, requires_grad=True)
+
+    def run() -> list[torch.Tensor]:
+        root = _Slow.apply(weight * 1)
+        torch.set_grad_enabled(False)
+        return [root] if root.requires_grad else []
+
+    (times,) = stage_seconds([lambda: TrialStage(forward=run, values=())], CPU)
+    assert times is not None and times[1] >= 0.028
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_random_numbers_are_left_as_they_were(mode):
+    def make() -> TrialStage:
+        weight = torch.randn(2, requires_grad=True)
+        return TrialStage(forward=lambda: [weight * torch.randn(2)], values=())
+
+    before = torch.get_rng_state()
+    with mode():
+        assert stage_seconds([make], CPU) != [None]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class _Model(nn.Module):
@@ -94,8 +154,8 @@ def test_any_stage_of_a_model_runs_forward_and_backward_on_made_up_tensors(wante
     low, high = cuts[1], cuts[-1]
     begin, end = {"all": (0, size), "first": (0, low), "middle": (low, high), "last": (high, size)}[wanted]
     trial = trial_stage(graph, begin, end, bindings, CPU)
-    ((forward_s, backward_s),) = stage_seconds([trial], CPU)
-    assert forward_s > 0 and backward_s > 0
+    (times,) = stage_seconds([lambda: trial], CPU)
+    assert times is not None and min(times) > 0
     (result, *_) = trial.forward()
     assert result.shape == (6, 8) and result.isfinite().all()
     assert all(value.grad is not None for value in trial.values)

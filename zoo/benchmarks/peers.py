@@ -107,12 +107,12 @@ def measure(options: argparse.Namespace, model: str, number: int, folder: Path, 
     failures: dict[str, str] = {}
     for start in range(options.starts):
         first = start * len(entries) // options.starts
-        in_turn, full_rounds = entries[first:] + entries[:first], 0 if start else options.full_rounds
+        in_turn, full_rounds = entries[first:] + entries[:first], options.rounds if start else options.full_rounds
         new, failed, compared = one_start(in_turn, options, model, folder, full_rounds=full_rounds)
         for name, values in new.items():
             found[name] = found[name].and_then(values) if name in found else values
         failures |= failed
-        entries = [entry for entry in entries if entry.name in compared]
+        entries = [entry for entry in entries if entry.name in compared and entry.name not in failures]
     return Cell(
         model=model,
         rows=options.rows,
