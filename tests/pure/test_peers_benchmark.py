@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from peers_rank import Entry, Holdings
 from peers_record import ACCUMULATION, AUTO, FIXED, PLAIN, Cell, Found, Store, surroundings
 from peers_split import best_bounds
 from peers_table import markdown, rows
-from peers_turns import Failure, StepRecord
+from peers_turns import Contestant, Failure, StepRecord
 
 PLAN = {"estimate_s": 1.7, "num_microbatches": 8, "family": "1f1b", "num_stages": 2, "peak_mb": [1, 1]}
 
@@ -247,6 +248,16 @@ def test_the_command_is_told_whole_but_for_folders_of_this_machine():
     told = command_line(_parser().parse_args(said))
     assert told.startswith("python zoo/benchmarks/peers.py --model vit --microbatches 8 --rows 8 ")
     assert told.endswith("--starts 3 --only plain 'plain accumulation' --deepspeed FOLDER")
+
+
+def test_a_contestant_that_is_gone_fails_alone():
+    contestant = object.__new__(Contestant)
+    contestant.entry = Entry(name="ZBV", maker="")
+    here, there = multiprocessing.Pipe()
+    there.close()
+    contestant._pipes = [here]
+    with pytest.raises(Failure, match="ZBV: rank 0 is gone"):
+        contestant.ask("steps", 1)
 
 
 def test_memory_in_pieces_smaller_than_a_large_page_is_counted():

@@ -84,8 +84,11 @@ class Contestant:
 
     def ask(self, command: str, *arguments: Any) -> list[Any]:
         """Send a command to all ranks; their answers."""
-        for pipe in self._pipes:
-            pipe.send((command, *arguments))
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((command, *arguments))
+            except BrokenPipeError as error:
+                raise Failure(f"{self.entry.name}: rank {rank} is gone") from error
         return self._receive()
 
     def _receive(self) -> list[Any]:
