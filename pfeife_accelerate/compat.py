@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree  # documented for exporters, not public; stable since torch 2.2
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in the dispatcher's notes only
 
+from pfeife_accelerate.compat_logging import quiet_dynamo
 from pfeife_accelerate.errors import PfeifeError
 
 # Names that other files import from here; the functions below need no listing.
@@ -198,19 +199,8 @@ def dynamo_limits(recompilations: int) -> Iterator[None]:
         ignore_logger_methods=messages,
         specialize_float=True,
     )
-    # It warns of each `.item()` in the model's Python, which reads the value from us. A filter, not a level: setting a
-    # level empties the caches of all loggers there are, which takes milliseconds.
-    logger = logging.getLogger("torch._dynamo.variables.tensor")
-    logger.addFilter(_is_error)
-    try:
-        with options, _requires_grad_passed_over():
-            yield
-    finally:
-        logger.removeFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+    with quiet_dynamo(), options, _requires_grad_passed_over():
+        yield
 
 
 @contextmanager

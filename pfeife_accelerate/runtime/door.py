@@ -11,9 +11,9 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
-from threading import Thread
 from typing import Any
 
+from pfeife_accelerate.runtime.daemon import start_daemon
 from pfeife_accelerate.runtime.wire import Address, Wire, family_of
 
 _HELLO_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ class Door:
         self._welcome = welcome
         self._is_closed = False
         self._listener = Listener(host, family=family_of(host), backlog=backlog)
-        Thread(target=self._accept, name="pfeife-server", daemon=True).start()
+        start_daemon("pfeife-server", self._accept)
 
     @property
     def address(self) -> Address:
@@ -59,7 +59,7 @@ class Door:
                 time.sleep(0.01)
                 continue
             # The handshake has its own thread: somebody who says nothing must not keep others out.
-            Thread(target=self._greet, args=(connection,), name="pfeife-connection", daemon=True).start()
+            start_daemon("pfeife-connection", self._greet, connection)
 
     def _greet(self, connection: Connection) -> None:
         wire = Wire.accept(connection, self._secret)

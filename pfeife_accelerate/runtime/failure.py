@@ -24,6 +24,7 @@ from typing import NoReturn, final
 import torch.distributed as dist
 
 from pfeife_accelerate.errors import PfeifeError
+from pfeife_accelerate.runtime.daemon import start_daemon
 from pfeife_accelerate.runtime.remote import ControlPlane, Failure
 
 # What a rank meets when another one has gone. Each may also come first, and then it is the error to print.
@@ -182,7 +183,7 @@ class FailureGuard:
 
     def _on_goodbye(self, rank: int) -> None:
         if self._waiting_for is not None:
-            threading.Thread(target=self._watch_for, args=(rank,), name="pfeife-watch", daemon=True).start()
+            start_daemon("pfeife-watch", self._watch_for, rank)
 
     def _watch_for(self, ended: int) -> None:
         """Fail if the main thread keeps waiting for a rank that has ended: what it sent before is long here."""
@@ -215,7 +216,7 @@ class FailureGuard:
             if not self._cancelled.wait(self._stop_after_s):
                 _end_process()
 
-        threading.Thread(target=end, name="pfeife-end", daemon=True).start()
+        start_daemon("pfeife-end", end)
 
 
 class _ScriptExit(SystemExit):

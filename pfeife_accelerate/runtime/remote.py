@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.runtime.asker import Asker, encoded_error
+from pfeife_accelerate.runtime.daemon import start_daemon
 from pfeife_accelerate.runtime.door import Door
 from pfeife_accelerate.runtime.mailbox import Mailbox
 from pfeife_accelerate.runtime.tensor_server import Provider, TensorServer
@@ -318,7 +319,7 @@ class ControlPlane:
         with self._changed:
             self._peers[rank] = wire
             self._changed.notify_all()
-        Thread(target=self._listen, args=(rank, wire), name=f"pfeife-peer-{rank}", daemon=True).start()
+        start_daemon(f"pfeife-peer-{rank}", self._listen, rank, wire)
 
     def _welcome(self, wire: Wire, hello: dict[str, Any]) -> None:
         if hello["role"] == "peer":
