@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,10 @@ def test_an_interrupted_comparison_leaves_no_process_behind(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(STARTED)
     command = [sys.executable, str(FOLDER / "compare.py"), str(script), "--configs", "ddp_cpu2"]
-    process = subprocess.Popen([*command, f"--out={tmp_path / 'out'}", "--", str(tmp_path)], stderr=subprocess.DEVNULL)
+    command += [f"--out={tmp_path / 'out'}", "--", str(tmp_path)]
+    # What a shell starts in the background ignores interrupts, and so do all it starts.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heard)
     try:
         files = [tmp_path / f"{rank}.pid" for rank in range(2)]
         while not all(file.is_file() and file.read_text() for file in files):
