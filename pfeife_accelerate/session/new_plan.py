@@ -42,6 +42,7 @@ __all__ = ["TrainingState", "graph_of", "leanest", "new_plan", "search_options",
 _LOG = get_logger(__name__)
 _PLANNING_S = 30.0  #: for measuring at all sizes of micro-batches together, and planning
 _SHORT_STEP_S = 0.1  #: of a step so short, the full search's seconds are won back after thousands of steps at best
+_LONG_STEP_S = 0.5  #: of shorter ones, the memory is not worth further searches
 
 _LEAST_SHARE = 0.45  #: of the fastest plan's memory; with less, no plan is about as fast
 _SEARCHES = 3
@@ -100,7 +101,9 @@ def new_plan(
         plan = chosen
     else:
         full_plan = partial(plan_for, chosen.spec.num_microbatches, "full")
-        plan = leanest(full_plan, full_plan())
+        plan = full_plan()
+        if plan.estimate_s >= _LONG_STEP_S:
+            plan = leanest(full_plan, plan)
     _LOG.info("plan\n%s", describe(plan))
     return plan
 
