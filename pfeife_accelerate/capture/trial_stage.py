@@ -1,4 +1,4 @@
-"""Consecutive operations of a captured graph as one stage on made-up tensors, to be timed as a step runs them.
+"""Stages of a captured graph on made-up tensors, to be timed as a step runs them.
 
 Models: the very program that a rank would run for these operations, with parameters, values and gradients of the right
 shapes, and parameters of a size at which numbers neither grow nor vanish from layer to layer: what is subnormal takes
@@ -9,7 +9,7 @@ of a stage (compiled, recomputed, weight gradients put off).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,26 +22,35 @@ from pfeife_accelerate.capture.nodes import tensors_in
 from pfeife_accelerate.capture.split import split
 from pfeife_accelerate.errors import assert_never
 from pfeife_accelerate.ir.costs import TrialStage
-from pfeife_accelerate.ir.program import InputKind, StageInput
+from pfeife_accelerate.ir.program import InputKind, StageInput, StageProgram
 
-__all__ = ["trial_stage"]
+__all__ = ["trial_stages"]
 
 
-def trial_stage(
+def trial_stages(
     graph: CapturedGraph,
-    begin: int,
-    end: int,
+    stages: Sequence[slice],
     bindings: Mapping[Any, int],
     device: torch.device,
     autocast: tuple[str, torch.dtype] | None = None,
-) -> TrialStage:
-    """The operations from `begin` to before `end`, where the graph may be cut, for a micro-batch of these sizes.
+) -> list[Callable[[], TrialStage]]:
+    """What makes each stage: operations between positions where the graph may be cut, for a micro-batch of these sizes.
 
     `autocast` is (device type, element type) of the region in which the model is called.
-    Raises: NotMeasurable where an argument cannot be made up.
+    Making one raises NotMeasurable where an argument cannot be made up.
     """
-    cuts = tuple(position for position in (begin, end) if 0 < position < len(graph.ops))
-    program = split(graph, cuts, graph.result_names()).stages[int(begin > 0)]
+    starts = sorted({0, *(bound for s in stages for bound in (s.start, s.stop) if bound < len(graph.ops))})
+    programs = split(graph, starts[1:], graph.result_names()).stages
+    return [partial(_made_up, graph, programs[starts.index(s.start)], bindings, device, autocast) for s in stages]
+
+
+def _made_up(
+    graph: CapturedGraph,
+    program: StageProgram,
+    bindings: Mapping[Any, int],
+    device: torch.device,
+    autocast: tuple[str, torch.dtype] | None,
+) -> TrialStage:
     examples = {(p.kind, p.state_name or str(p.index)): p.example for p in graph.placeholders}
     made = {i: _argument(graph, i, examples, bindings, device) for i in program.inputs}
     values = (argument for i, argument in made.items() if i.kind in (InputKind.VALUE, InputKind.MODEL_INPUT))

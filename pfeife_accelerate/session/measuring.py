@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Final
 
 import torch
 
 from pfeife_accelerate.capture.measurable import measurable_ops
-from pfeife_accelerate.capture.trial_stage import trial_stage
+from pfeife_accelerate.capture.trial_stage import trial_stages
 from pfeife_accelerate.config import PfeifePlugin, cache_folder
 from pfeife_accelerate.cost.hardware import device_spec, link_spec
 from pfeife_accelerate.cost.link_profile import LinkProfile, backend_of
@@ -51,10 +50,7 @@ def measured_costs(
     for group in _groups_to_try(call.graph.cut_allowed, ops, costs):
         if time.perf_counter() + _STAGE_RUNS * sum(_seconds(op) for stage in group for op in costs.ops[stage]) > end_s:
             break
-        makers = [
-            partial(trial_stage, call.graph, stage.start, stage.stop, bindings, device, call.autocast)
-            for stage in group
-        ]
+        makers = trial_stages(call.graph, group, bindings, device, call.autocast)
         seconds = zip(group, stage_seconds(makers, device), strict=True)
         found += [(stage, *times) for stage, times in seconds if times is not None]
     return as_in_stages(costs, found)

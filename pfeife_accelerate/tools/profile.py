@@ -27,6 +27,7 @@ from pfeife_accelerate.session.measuring import measured
 from pfeife_accelerate.tools.launch_command import check_paths, run_script
 from pfeife_accelerate.tools.models import ModelledModel, ModelOptions, resolve
 from pfeife_accelerate.tools.plan_request import DTYPES
+from pfeife_accelerate.tools.tables import folding_table
 
 __all__ = ["profile", "profile_model"]
 
@@ -167,7 +168,7 @@ def _facts(graph: CostGraph, machine: Machine) -> Table:
     """The device, the link, and the memory of the whole model."""
     uses = {use.owner: use for node in graph.nodes for use in node.params}.values()
     device, link = machine.device_of(0), machine.link
-    table = Table("what", "value", title="Machine and memory")
+    table = folding_table("what", "value", title="Machine and memory")
     table.add_row("device", device.name)
     table.add_row("its memory", f"{device.memory_bytes / _MB:,.0f} MB")
     table.add_row("host time of an action", f"{device.action_s * 1e6:.0f} us")

@@ -11,7 +11,7 @@ from torch import nn
 
 from pfeife_accelerate.capture.graph import CapturedGraph, bind_symbols
 from pfeife_accelerate.capture.model_capture import ModelCapture
-from pfeife_accelerate.capture.trial_stage import trial_stage
+from pfeife_accelerate.capture.trial_stage import trial_stages
 from pfeife_accelerate.compat import AUTOCAST_ENTER
 from pfeife_accelerate.cost.stage_trial import as_in_stages, stage_seconds
 from pfeife_accelerate.ir import CostTable
@@ -153,7 +153,8 @@ def test_any_stage_of_a_model_runs_forward_and_backward_on_made_up_tensors(wante
     cuts = [position for position in range(1, size) if graph.cut_allowed[position]]
     low, high = cuts[1], cuts[-1]
     begin, end = {"all": (0, size), "first": (0, low), "middle": (low, high), "last": (high, size)}[wanted]
-    trial = trial_stage(graph, begin, end, bindings, CPU)
+    (make,) = trial_stages(graph, [slice(begin, end)], bindings, CPU)
+    trial = make()
     (times,) = stage_seconds([lambda: trial], CPU)
     assert times is not None and min(times) > 0
     (result, *_) = trial.forward()
@@ -169,6 +170,6 @@ def test_numbers_neither_grow_nor_vanish_through_many_layers():
     """What is subnormal is computed many times as slowly, and would be taken for the model's time."""
     model = nn.Sequential(*(part for _ in range(30) for part in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())))
     graph, bindings = captured(model, torch.randn(4, 64))
-    trial = trial_stage(graph, 0, len(graph.ops), bindings, CPU)
-    (result,) = trial.forward()
+    (make,) = trial_stages(graph, [slice(0, len(graph.ops))], bindings, CPU)
+    (result,) = make().forward()
     assert 1e-3 < result.abs().mean() < 1e3

@@ -29,7 +29,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from even_memory import even_memory
@@ -130,10 +129,8 @@ def one_start(
 ) -> tuple[dict[str, Found], dict[str, str], list[str]]:
     """What processes find that are started once; who fails; and who is worth another start."""
     turns = Turns()
-    with ExitStack() as stack:
-        stack.enter_context(even_memory())
-        starting = started(entries, (model, options.rows), folder, warm_up=turns.warm_up)
-        playing, failures = stack.enter_context(starting)
+    starting = started(entries, (model, options.rows), folder, warm_up=turns.warm_up)
+    with even_memory(), starting as (playing, failures):
         failures |= turns.play(playing, options.rounds, full_rounds)
         found = {
             name: Found(
