@@ -51,7 +51,8 @@ def device_spec(device: torch.device, local_ranks: int = 1) -> DeviceSpec:
         target = torch.zeros_like(source)
         copy_s = _typical_s(lambda: target.copy_(source), device)
         small = torch.zeros(1, device=device)
-        launch_s = _typical_s(lambda: small.add(1.0), device, calls=50)
+        host_launch_s = _host_launch_s()
+        launch_s = _typical_s(lambda: small.add(1.0), device, calls=50) if is_cuda else host_launch_s
         rates = tuple(
             (str(dtype).removeprefix("torch."), _product_rate(4096 if is_cuda else 256, dtype, device))
             for dtype in dtypes
@@ -62,14 +63,25 @@ def device_spec(device: torch.device, local_ranks: int = 1) -> DeviceSpec:
         flops_per_s=rates,
         bytes_per_s=2 * elements * 4 / copy_s,
         launch_s=launch_s,
-        action_s=ACTION_LAUNCHES * (_host_launch_s() if is_cuda else _COLD * launch_s),
+        action_s=ACTION_LAUNCHES * host_launch_s * (1.0 if is_cuda else _COLD),
         runs_ahead=is_cuda,
     )
 
 
 def _host_launch_s() -> float:
+    """Least seconds of this thread for a small operation on the CPU.
+
+    While another process has the core none pass. Whatever else disturbs only adds: medians were up to twice as long.
+    """
     small = torch.zeros(1)
-    return _typical_s(lambda: small.add(1.0), small.device, calls=50)
+
+    def once(calls: int = 50) -> float:
+        start = time.thread_time()
+        for _ in range(calls):
+            small.add(1.0)
+        return max((time.thread_time() - start) / calls, 1e-9)
+
+    return min(once() for _ in range(20))
 
 
 def device_name(device: torch.device) -> str:

@@ -164,4 +164,4 @@ def test_the_host_time_of_an_action_is_about_what_the_executor_needs(result):
     assert len(lines) == 2
     for line in lines:
         real_s, stated_s = map(float, line.split()[1:])
-        assert stated_s / 4 < real_s < 4 * stated_s, line
+        assert stated_s / 10 < real_s < 1.6 * stated_s, line  # stages this small leave the caches warm, 2.5 is for cold
