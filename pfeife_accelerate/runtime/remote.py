@@ -26,7 +26,7 @@ from pfeife_accelerate.runtime.asker import Asker, encoded_error
 from pfeife_accelerate.runtime.daemon import start_daemon
 from pfeife_accelerate.runtime.door import Door
 from pfeife_accelerate.runtime.mailbox import Mailbox
-from pfeife_accelerate.runtime.tensor_server import Provider, TensorServer
+from pfeife_accelerate.runtime.tensor_server import PastProvider, Provider, TensorServer
 from pfeife_accelerate.runtime.wire import Address, Json, Wire, encode, local_address
 
 _START_TIMEOUT_S = 120.0
@@ -135,12 +135,14 @@ class ControlPlane:
 
     # --- tensors
 
-    def serve(self, kind: str, provider: Provider, of_one_moment: bool = False) -> None:
+    def serve(
+        self, kind: str, provider: Provider, of_one_moment: bool = False, past: PastProvider | None = None
+    ) -> None:
         """Answer requests of a kind by `provider(key)`, called in a server thread; None: there is no such key.
 
-        `of_one_moment`: refuse requests of ranks that have made fewer changes than this one.
+        `of_one_moment`: ranks that have made `n` changes fewer than this one get `past(key, n)`, or are refused.
         """
-        self._server.serve(kind, provider, of_one_moment)
+        self._server.serve(kind, provider, of_one_moment, past)
 
     @property
     def clock(self) -> int:

@@ -17,6 +17,9 @@ from pfeife_accelerate.errors import PfeifeError
 
 Provider: TypeAlias = "Callable[[str], torch.Tensor | None]"
 
+#: Of a key and a number of changes: what the tensor was before these, or None where that is not known any more.
+PastProvider: TypeAlias = "Callable[[str, int], torch.Tensor | None]"
+
 # A rank may ask for a kind before this one's script has come to the line that serves it.
 _SERVE_TIMEOUT_S = 60.0
 _EARLY_TIMEOUT_S = 60.0
@@ -38,17 +41,17 @@ class TensorServer:
         self._rank = rank
         self._changed = changed
         self._providers: dict[str, Provider] = {}
-        self._of_one_moment: set[str] = set()
+        self._of_one_moment: dict[str, PastProvider | None] = {}
         self._is_stopped = False
 
-    def serve(self, kind: str, provider: Provider, of_one_moment: bool) -> None:
+    def serve(self, kind: str, provider: Provider, of_one_moment: bool, past: PastProvider | None = None) -> None:
         """Answer requests of a kind by a function that is called, under the lock, in a thread of the server.
 
-        `of_one_moment`: refuse where this rank has made more changes than the one that asks.
+        `of_one_moment`: where this rank has made more changes than the one that asks, `past` is asked instead; None refuses.
         """
         with self._changed:
             if of_one_moment:
-                self._of_one_moment.add(kind)
+                self._of_one_moment[kind] = past
             self._providers[kind] = provider
             self._changed.notify_all()
 
@@ -82,11 +85,10 @@ class TensorServer:
     def _copies(self, provider: Provider, kind: str, keys: Sequence[str], changes: int) -> list[torch.Tensor]:
         copies = []
         with self.busy:
-            if kind in self._of_one_moment and self.changes > changes:
-                raise self._too_late(keys[0])
+            ahead = self.changes - changes if kind in self._of_one_moment else 0
             for key in keys:
                 try:
-                    tensor = provider(key)
+                    tensor = provider(key) if ahead <= 0 else self._past(kind, key, ahead)
                     copy = None if tensor is None else _copy_to_cpu(tensor)
                 except (PfeifeError, TooEarly):
                     raise
@@ -101,9 +103,13 @@ class TensorServer:
                 copies.append(copy)
         return copies
 
-    def _too_late(self, key: str) -> PfeifeError:
+    def _past(self, kind: str, key: str, ahead: int) -> torch.Tensor:
+        past = self._of_one_moment[kind]
+        found = None if past is None else past(key, ahead)
+        if found is not None:
+            return found
         name = key.partition("/")[2] or key
-        return PfeifeError(
+        raise PfeifeError(
             id="PF414",
             what=f"{name!r} was asked for too late: rank {self._rank} has changed it meanwhile",
             why="a rank's optimizer steps without waiting for the others: between backward and optimizer.step a "

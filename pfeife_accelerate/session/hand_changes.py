@@ -28,11 +28,19 @@ class HandChanges:
     def __init__(self) -> None:
         self._marks: dict[int, _Mark] = {}
         self._copies: dict[int, torch.Tensor] = {}
+        self._past: list[dict[int, torch.Tensor]] = []
+        """Copies of the moments before, the latest first, as long as other ranks' scripts may be there."""
 
     def note_moment(self, models: Iterable[PipelinedModel]) -> None:
-        """All ranks share this moment: a schedule, an optimizer's step, a barrier."""
-        self._copies.clear()
+        """All ranks share this moment and have come to it: a schedule, a barrier."""
+        self._past, self._copies = [], {}
         self._marks = {id(p): _mark(p) for model in models for p in model.placement.placed.values()}
+
+    def note_step(self, models: Iterable[PipelinedModel]) -> None:
+        """An optimizer's step, which all ranks share, each at its own time: others may still read before it."""
+        past = [self._copies, *self._past]
+        self.note_moment(models)
+        self._past = past
 
     def keep_copies(self, models: Iterable[PipelinedModel]) -> None:
         """This rank's script reads parameters of other ranks: these may read its own, and be slower."""
@@ -41,13 +49,16 @@ class HandChanges:
         own = [p for model in models for p in model.placement.placed.values()]
         self._copies = {id(p): p.detach().clone() for p in own if self._marks.get(id(p)) == _mark(p)}
 
-    def value(self, model: PipelinedModel, name: str) -> torch.Tensor | None:
-        """A parameter's or buffer's value of the last shared moment.
+    def value(self, model: PipelinedModel, name: str, steps_before: int = 0) -> torch.Tensor | None:
+        """A parameter's or buffer's value of the last shared moment, or a parameter's so many optimizer steps before:
+        None if this rank's script has not read others' parameters there too.
 
         Raises: PfeifeError PF544 if the script has changed it by hand since, and no copy was kept.
         """
         state = model.states.get(name)
         parameter = model.placement.placed.get(name)
+        if steps_before > 0:
+            return self._past[steps_before - 1].get(id(parameter)) if steps_before <= len(self._past) else None
         if id(parameter) in self._copies:
             return self._copies[id(parameter)]  # also where a change through `.data` has left no trace
         if parameter is None or self._marks.get(id(parameter), _mark(parameter)) == _mark(parameter):

@@ -86,7 +86,7 @@ class Session:
         """How stages are compiled, if they are."""
         self.optimizers = OptimizerStates(self)
         self.hand_changes = HandChanges()
-        control.serve("state", self._give_state, of_one_moment=True)
+        control.serve("state", self._give_state, of_one_moment=True, past=self._give_state)
         control.serve("gradient", self._give_gradient)
         self.num_steps_under_way = 0
         """Optimizers inside `step` (one may call another's)."""
@@ -249,7 +249,7 @@ class Session:
         is_shared = any(id(parameter) in self._parameter_ids for parameter in parameters)
         if is_shared:
             self.control.count_change()
-            self.hand_changes.note_moment(self.models)
+            self.hand_changes.note_step(self.models)
         self._release()
         if is_shared:
             self.control.advance_clock()
@@ -299,11 +299,11 @@ class Session:
         index, _, name_and_edits = key.partition("/")
         return self._model_numbered(index).own_gradients.give(name_and_edits)
 
-    def _give_state(self, key: str) -> torch.Tensor | None:
+    def _give_state(self, key: str, steps_before: int = 0) -> torch.Tensor | None:
         index, meetings, name = key.split("/", 2)
         if self.num_meetings < int(meetings):
             raise TooEarly("this rank is still in a barrier that the other one has left")
-        return self.hand_changes.value(self._model_numbered(index), name)
+        return self.hand_changes.value(self._model_numbered(index), name, steps_before)
 
     def _model_numbered(self, index: str) -> PipelinedModel:
         if int(index) >= len(self.models):

@@ -275,6 +275,16 @@ if main:  # a log
     for p, q in zip(model.parameters(), twin.parameters()):
         assert repr(p).startswith("Parameter containing:")
         assert f"{p.data.mean():.3f}" == f"{q.data.mean():.3f}"
+for net, opt in ((twin, twin_optimizer), (model, optimizer)):  # a penalty by hand, on ranks of different speed
+    opt.zero_grad()
+    accelerator.backward(loss_of(net, ids, labels))
+    for number, p in enumerate(net.parameters()):
+        if net is model and main and number == 2:
+            time.sleep(0.5)  # the others have stepped meanwhile
+        if p.grad is not None:
+            p.grad = p.grad + 0.01 * p.detach()
+    opt.step()
+same_parameters("values read between backward and step")
 step()
 accelerator.wait_for_everyone()  # or the next lines would run on one rank while another still reads
 same_parameters("before a change by hand")

@@ -68,3 +68,17 @@ def test_what_was_changed_before_the_script_read_has_no_copy(model, parameter):
     changes.keep_copies([model])
     with pytest.raises(PfeifeError, match="PF544"):
         changes.value(model, "p")
+
+
+def test_a_reader_that_is_optimizer_steps_behind_gets_what_was_kept(model, parameter):
+    changes = HandChanges()
+    changes.note_moment([model])
+    changes.keep_copies([model])
+    in_place(parameter)
+    changes.note_step([model])
+    changes.note_step([model])  # nobody has read here
+    assert changes.value(model, "p") is parameter
+    assert changes.value(model, "p", 2).tolist() == [1.0, 1.0]
+    assert [changes.value(model, name, steps) for name, steps in (("p", 1), ("p", 3), ("b", 2))] == [None] * 3
+    changes.note_moment([model])  # a schedule: all ranks' scripts are here
+    assert changes.value(model, "p", 2) is None

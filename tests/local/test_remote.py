@@ -192,6 +192,18 @@ def test_what_is_of_one_moment_is_given_to_ranks_at_that_moment(planes):
     assert later() == 2
 
 
+def test_who_is_some_changes_behind_gets_the_value_before_them_where_it_is_known(planes):
+    known = {("0/x", 1): torch.tensor(7)}
+    planes[1].serve("state", {"0/x": torch.tensor(9)}.get, of_one_moment=True, past=lambda *asked: known.get(asked))
+    with planes[1].busy():
+        planes[1].count_change()
+    assert planes[0].fetch(1, "state", "0/x") == 7
+    with planes[1].busy():
+        planes[1].count_change()
+    with pytest.raises(PfeifeError, match="PF414 'x' was asked for too late"):
+        planes[0].fetch(1, "state", "0/x")
+
+
 def test_a_request_too_late_says_so_and_the_next_one_works(planes):
     planes[1].serve("parameters", TENSORS.get)
     with pytest.raises(PfeifeError, match=r"PF411 rank 1 did not give parameters as of tick 7 within 0.05 s"):
