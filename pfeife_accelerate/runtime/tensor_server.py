@@ -47,7 +47,7 @@ class TensorServer:
     def serve(self, kind: str, provider: Provider, of_one_moment: bool, past: PastProvider | None = None) -> None:
         """Answer requests of a kind by a function that is called, under the lock, in a thread of the server.
 
-        `of_one_moment`: where this rank has made more changes than the one that asks, `past` is asked instead; None refuses.
+        `of_one_moment`: where this rank has made more changes than the one that asks, `past` is asked instead.
         """
         with self._changed:
             if of_one_moment:
