@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from pfeife_accelerate.capture.arguments import BatchRules, CallArguments, doubts, open_sizes
 from pfeife_accelerate.capture.backend import CallRecorder, PieceCall
 from pfeife_accelerate.capture.eager_ops import EagerOp, OperationRecorder
 from pfeife_accelerate.capture.failure import CaptureFailure, refused
 from pfeife_accelerate.capture.fakes import FakeState, is_fake
-from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind, bind_symbols
+from pfeife_accelerate.capture.graph import CapturedGraph, bind_symbols
 from pfeife_accelerate.capture.inputs import InputLink, Inputs
 from pfeife_accelerate.capture.side_effects import Snapshot
 from pfeife_accelerate.capture.stitch import StitchCache, stitch
 from pfeife_accelerate.capture.structure import MAX_DEPTH, map_tensors, tensors_of
 from pfeife_accelerate.capture.timeline import NotStitched, Timeline, TimelineReader
 from pfeife_accelerate.compat import dynamo_limits, is_capture_limit, num_graph_breaks, reads_values
+from pfeife_accelerate.compat_dynamo import forget_variants_of
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.log import get_logger, warn_once
 
@@ -134,7 +134,7 @@ class ModelCapture:
         # remembers which numbers have differed, and takes these for symbols: another model's must not count.
         own = captured_forward.__code__.replace(co_name=f"captured_forward_{next(_NUMBERS)}")
         function = types.FunctionType(own, globals(), own.co_name, None, captured_forward.__closure__)
-        self._compiled = torch.compile(function, backend=self._recorder)
+        self._compiled, self._code = torch.compile(function, backend=self._recorder), own
 
     def states(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by canonical name."""
@@ -188,8 +188,9 @@ class ModelCapture:
         if self._before is None:
             self._proved.discard(kind)  # the next such call can be taken back, and therefore tried
             return as_it_is
-        after = Snapshot(self.module, self.device)
+        after, before, code = Snapshot(self.module, self.device), self._compiled, self._code
         self.undo()
+        self._compile()
         try:
             tied = self._captured(given.with_tied(names), autocast)
         except CaptureFailure as failure:
@@ -197,7 +198,9 @@ class ModelCapture:
             self._rules.tried(names, helps=False)
         else:
             if self._rules.tried(names, helps=tied.graph.refusal is None):
+                forget_variants_of(code)  # nobody calls it any more
                 return tied
+        self._compiled, self._code = before, code
         after.restore()
         return as_it_is
 
@@ -363,37 +366,3 @@ class ModelCapture:
 
 def _key(timeline: Timeline, given: CallArguments) -> tuple[Any, ...]:
     return (timeline.key(given.batch_dims), given.tied_names)
-
-
-def replay_tail(
-    graph: CapturedGraph, arguments: tuple[Any, ...], bindings: Mapping[Any, int], value_of: Callable[[str], Any]
-) -> dict[fx.Node, Any]:
-    """Values of the graph's tail: its operations applied to `value_of(name)` and this call's arguments.
-
-    What the tail reads of the inputs alone (its prologue) is computed here too, on the whole batch.
-    """
-    values: dict[fx.Node, Any] = {}
-
-    def operand(node: fx.Node) -> Any:
-        if node in values:
-            return values[node]
-        placeholder = graph.placeholder_of.get(node)
-        if placeholder is not None and placeholder.kind is PlaceholderKind.INPUT:
-            return arguments[placeholder.index]
-        if node.op == "get_attr":
-            return graph.constant(node)
-        example = node.meta.get("example_value")
-        if not isinstance(example, torch.Tensor):
-            return graph.concrete(example, bindings)
-        values[node] = value_of(node.name)
-        return values[node]
-
-    for node in graph.gm.graph.nodes:
-        if node not in graph.tail and node not in graph.prologue:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
-        if node.op == "call_method":
-            values[node] = operator.methodcaller(node.target, *args[1:], **kwargs)(args[0])
-        else:
-            values[node] = node.target(*args, **kwargs)
-    return values

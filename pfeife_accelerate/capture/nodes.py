@@ -31,6 +31,8 @@ _INPLACE_OPERATORS = frozenset(
 )
 #: Called so because Python has these names for itself.
 _KEYWORDS = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
+#: What Dynamo notes of a node for its own messages and for compilers.
+_FOR_REPORTS = frozenset({"nn_module_stack", "source_fn_stack", "original_aten", "from_node", "stack_trace"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>[^\n]*)')
 
 
@@ -117,9 +119,23 @@ def is_noise(node: fx.Node) -> bool:
 
 def source_line(node: fx.Node) -> str | None:
     """`file:line in function: code` of the model's source line that made the node, if known."""
-    found = _FRAME.finditer(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in found if not frame["file"].endswith("pfeife_accelerate/capture/eager_ops.py")]
-    if not frames:
-        return None
-    frame = frames[-1]
-    return f"{frame['file']}:{frame['line']} in {frame['name']}: {frame['code'].strip()}"
+    frame = _last_frame(node.meta.get("stack_trace") or "")
+    return None if frame is None else f"{frame['file']}:{frame['line']} in {frame['name']}: {frame['code'].strip()}"
+
+
+def keep_source_lines(graph: fx.Graph) -> None:
+    """Of what Dynamo notes of nodes, keep their values and one frame of their stacks, which are most of a graph."""
+    shortened: dict[str, str] = {}
+    for node in graph.nodes:
+        trace = node.meta.get("stack_trace")
+        node.meta = {key: value for key, value in node.meta.items() if key not in _FOR_REPORTS}
+        if trace:
+            if trace not in shortened:
+                frame = _last_frame(trace)
+                shortened[trace] = "" if frame is None else frame.group()
+            node.meta["stack_trace"] = shortened[trace]
+
+
+def _last_frame(trace: str) -> re.Match[str] | None:
+    frames = [f for f in _FRAME.finditer(trace) if not f["file"].endswith("pfeife_accelerate/capture/eager_ops.py")]
+    return frames[-1] if frames else None

@@ -20,6 +20,7 @@ from pfeife_accelerate.capture.expression import Expression
 from pfeife_accelerate.capture.model_capture import CapturedCall, ModelCapture
 from pfeife_accelerate.capture.op_graph import stages_of_states
 from pfeife_accelerate.capture.random_operation import own_generators
+from pfeife_accelerate.compat_dynamo import forget_fakes
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.ir.plan import PipelinePlan
 from pfeife_accelerate.ir.row_groups import CONTIGUOUS, RowGroups
@@ -153,6 +154,7 @@ class PipelinedModel:
         self.session.optimizers.forget_elsewhere()
         self.plan = plan
         self.session.add(self)
+        forget_fakes()
         give_back_freed()
 
     # -------------------------------------------------------------------------------------------- evaluation

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pfeife_accelerate.capture.model_capture import CapturedCall, replay_tail
+from pfeife_accelerate.capture.model_capture import CapturedCall
+from pfeife_accelerate.capture.tail import replay_tail
 from pfeife_accelerate.errors import PfeifeError
 from pfeife_accelerate.session.call import Call
 
