@@ -1,7 +1,7 @@
 """How long consecutive operations take as one stage, and costs that add up to it.
 
-Models: a forward and a backward of one micro-batch after the other, as a rank runs them: instructions, weights and
-results come from where they come from in a step, which operations that are run alone do not meet. Ignores: how it
+Models: the forwards of one micro-batch, then its backwards, as ranks run them: instructions, weights and results come
+from where they come from in a step, which operations that are run alone do not meet. Ignores: how it
 differs from one kind of operation to another: all in a stage are scaled alike.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -44,12 +44,7 @@ def stage_seconds(makers: Sequence[Callable[[], TrialStage]], device: torch.devi
             except Exception as failure:  # made-up data may be refused in any way
                 _LOG.debug("a stage cannot be made up: %s", failure)
         for _ in range(1 + _RUNS):  # the first time loads libraries and makes the gradients
-            for number, stage in list(stages.items()):
-                try:
-                    times[number].append(_once(stage, device, overhead_s))
-                except Exception as failure:  # as above
-                    _LOG.debug("a stage cannot be run on made-up data: %s", failure)
-                    del stages[number]
+            _one_round(stages, times, device, overhead_s)
         done = set(stages)
         stages.clear()  # before the device's memory is given back
     return [
@@ -58,18 +53,44 @@ def stage_seconds(makers: Sequence[Callable[[], TrialStage]], device: torch.devi
     ]
 
 
-def _once(stage: TrialStage, device: torch.device, overhead_s: float) -> tuple[float, float]:
+def _one_round(
+    stages: dict[int, TrialStage], times: list[list[tuple[float, float]]], device: torch.device, overhead_s: float
+) -> None:
+    """All forwards, then all backwards in the other order: what a backward reads was written a while ago.
+
+    Stages that fail are dropped.
+    """
+    found: dict[int, tuple[float, list[Any]]] = {}
+    for number, stage in list(stages.items()):
+        try:
+            found[number] = _forward(stage, device)
+        except Exception as failure:  # made-up data may be refused in any way
+            _LOG.debug("a stage cannot be run on made-up data: %s", failure)
+            del stages[number]
+    for number in reversed(list(found)):
+        forward_s, roots = found.pop(number)
+        try:
+            times[number].append((forward_s, max(_backward(roots, device) - overhead_s, 0.0)))
+        except Exception as failure:  # as above
+            _LOG.debug("a stage cannot be run on made-up data: %s", failure)
+            del stages[number]
+
+
+def _forward(stage: TrialStage, device: torch.device) -> tuple[float, list[Any]]:
     for value in stage.values:
         value.grad = None
     with torch.enable_grad(), autocast_as_it_was(device.type):
         began_s = _now(device)
         roots = stage.forward()
-        forward_s = _now(device) - began_s
+        return _now(device) - began_s, roots
+
+
+def _backward(roots: list[Any], device: torch.device) -> float:
     gradients = [torch.ones_like(root) for root in roots]
     began_s = _now(device)
     if roots:
         torch.autograd.backward(roots, gradients)
-    return forward_s, max(_now(device) - began_s - overhead_s, 0.0)
+    return _now(device) - began_s
 
 
 def _now(device: torch.device) -> float:

@@ -31,7 +31,7 @@ from pfeife_accelerate.session.new_plan import TrainingState, graph_of, new_plan
 from pfeife_accelerate.session.plan_cache import PlanCache, write_plan
 
 _LOG = get_logger(__name__)
-_COSTING = 2  #: how costs follow from what is measured: plans of another way are made anew
+_COSTING = 3  #: how costs follow from what is measured: plans of another way are made anew
 _MEASURE = "measure "  #: then the rows of a micro-batch, and seconds
 #: Asked for the bytes of optimizer states alone: their seconds do not count.
 _NO_DEVICE = DeviceSpec(name="", memory_bytes=0, flops_per_s=(), bytes_per_s=1.0, launch_s=0.0)
