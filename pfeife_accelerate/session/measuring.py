@@ -32,7 +32,8 @@ __all__ = ["machine_here", "measured", "measured_costs"]
 _STAGES: Final = 8
 _STAGE_RUNS: Final = 6  #: of each, with some time to make it
 _LEAST_STAGE_S: Final = 0.002  #: what takes less is not worth the time
-_MOST_STAGES_BYTES: Final = 1 << 29  #: of those that are tried together
+_MOST_STAGE_BYTES: Final = 1 << 29  #: of one that is tried
+_TOGETHER_BYTES: Final = 1 << 28  #: of those that are tried together: more than caches hold
 
 
 def measured_costs(
@@ -63,9 +64,9 @@ def _groups_to_try(
     group, group_bytes = list[slice](), 0
     for stage in _stages_to_try(cut_allowed, costs):
         held_bytes = _held_bytes(ops[stage], costs.ops[stage])
-        if held_bytes > _MOST_STAGES_BYTES:
+        if held_bytes > _MOST_STAGE_BYTES:
             continue
-        if group and group_bytes + held_bytes > _MOST_STAGES_BYTES:
+        if group and group_bytes + held_bytes > _TOGETHER_BYTES:
             yield group
             group, group_bytes = [], 0
         group.append(stage)
