@@ -11,27 +11,23 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["forget_fakes", "forget_operations", "forget_sources", "forget_variants_of"]
+__all__ = ["forget_fakes", "forget_tracing", "forget_variants_of"]
 
 
-def forget_sources(gm: torch.fx.GraphModule) -> None:
-    """Drop what Dynamo notes of where each parameter and placeholder comes from: for AOTAutograd alone, and large.
+def forget_tracing(gm: torch.fx.GraphModule) -> None:
+    """Drop what Dynamo notes of where each parameter and placeholder comes from, for AOTAutograd alone and large, and
+    what is known of operations on fakes of these sizes, which is not asked again after a capture.
 
-    torch 2.4 - 2.14: attributes of the module that the backend is given, and of its placeholders.
+    torch 2.5 - 2.14: attributes of the module that the backend is given and of its placeholders;
+    `ShapeEnv.fake_tensor_cache`.
     """
     vars(gm).pop("_param_name_to_source", None)
     for node in gm.graph.nodes:
         if hasattr(node, "_dynamo_source"):
             del node._dynamo_source
-
-
-def forget_operations(fake: FakeTensor) -> None:
-    """Drop what is known of operations on fake tensors of these sizes, which is not asked again after a capture.
-
-    torch 2.5 - 2.14: `ShapeEnv.fake_tensor_cache`.
-    """
-    if fake.fake_mode.shape_env is not None:
-        fake.fake_mode.shape_env.fake_tensor_cache.clear()
+        example = node.meta.get("example_value")
+        if isinstance(example, FakeTensor) and example.fake_mode.shape_env is not None:
+            example.fake_mode.shape_env.fake_tensor_cache.clear()
 
 
 def forget_variants_of(code: CodeType) -> None:

@@ -20,8 +20,8 @@ from pfeife_accelerate.capture.graph import CapturedGraph
 from pfeife_accelerate.capture.nodes import keep_source_lines, mutates
 from pfeife_accelerate.capture.regions import inline_regions
 from pfeife_accelerate.capture.sizes import bind, concrete
-from pfeife_accelerate.compat import FakeTensor, FakeTensorMode, mark_dynamic
-from pfeife_accelerate.compat_dynamo import forget_operations, forget_sources
+from pfeife_accelerate.compat import FakeTensorMode, mark_dynamic
+from pfeife_accelerate.compat_dynamo import forget_tracing
 
 _VARIANTS = 8
 
@@ -36,15 +36,11 @@ class Piece:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         inline_regions(gm)
-        forget_sources(gm)
+        forget_tracing(gm)
         keep_source_lines(gm.graph)
         self.gm = gm
         self.placeholders = tuple(node for node in gm.graph.nodes if node.op == "placeholder")
         self.examples = tuple(node.meta.get("example_value") for node in self.placeholders)
-        for example in self.examples:
-            if isinstance(example, FakeTensor):
-                forget_operations(example)
-                break
         self.results: tuple[Any, ...] = tuple(next(n for n in gm.graph.nodes if n.op == "output").args[0])
         self.result_examples = tuple(
             value.meta.get("example_value") if isinstance(value, fx.Node) else value for value in self.results

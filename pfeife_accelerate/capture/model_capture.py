@@ -188,7 +188,7 @@ class ModelCapture:
         if self._before is None:
             self._proved.discard(kind)  # the next such call can be taken back, and therefore tried
             return as_it_is
-        after, before, code = Snapshot(self.module, self.device), self._compiled, self._code
+        after, untied = Snapshot(self.module, self.device), (self._compiled, self._code)
         self.undo()
         self._compile()
         try:
@@ -198,9 +198,10 @@ class ModelCapture:
             self._rules.tried(names, helps=False)
         else:
             if self._rules.tried(names, helps=tied.graph.refusal is None):
-                forget_variants_of(code)  # nobody calls it any more
+                forget_variants_of(untied[1])  # nobody calls it any more
                 return tied
-        self._compiled, self._code = before, code
+        forget_variants_of(self._code)
+        self._compiled, self._code = untied
         after.restore()
         return as_it_is
 

@@ -1,17 +1,18 @@
 """How long consecutive operations take as one stage, and costs that add up to it.
 
 Models: the forwards of one micro-batch, then its backwards, as ranks run them: instructions, weights and results come
-from where they come from in a step, which operations that are run alone do not meet. Ignores: how it
-differs from one kind of operation to another: all in a stage are scaled alike.
+from where they come from in a step, which operations that are run alone do not meet. Ignores: how it differs from one
+kind of operation to another: all in a stage are scaled alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ from pfeife_accelerate.log import get_logger
 __all__ = ["as_in_stages", "stage_seconds"]
 
 _LOG = get_logger(__name__)
+_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
 _RUNS: Final = 4
 _MOST_OFF: Final = 4.0  #: what differs by more has been disturbed
 
@@ -37,14 +40,15 @@ def stage_seconds(makers: Sequence[Callable[[], TrialStage]], device: torch.devi
     times: list[list[tuple[float, float]]] = [[] for _ in makers]
     with clean_slate(device):
         overhead_s = engine_s(device)
-        stages: dict[int, TrialStage] = {}
-        for number, make in enumerate(makers):
-            try:
-                stages[number] = make()
-            except Exception as failure:  # made-up data may be refused in any way
-                _LOG.debug("a stage cannot be made up: %s", failure)
+        stages = _tried(dict(enumerate(makers)), lambda make: make())
         for _ in range(1 + _RUNS):  # the first time loads libraries and makes the gradients
-            _one_round(stages, times, device, overhead_s)
+            # All forwards before the backwards: what a backward reads was written a while ago.
+            forwards = _tried(stages, partial(_forward, device))
+            backwards = _tried(dict(reversed(forwards.items())), partial(_backward, device))
+            for number, backward_s in backwards.items():
+                times[number].append((forwards[number][0], max(backward_s - overhead_s, 0.0)))
+            stages = {number: stage for number, stage in stages.items() if number in backwards}
+            forwards.clear()
         done = set(stages)
         stages.clear()  # before the device's memory is given back
     return [
@@ -53,30 +57,19 @@ def stage_seconds(makers: Sequence[Callable[[], TrialStage]], device: torch.devi
     ]
 
 
-def _one_round(
-    stages: dict[int, TrialStage], times: list[list[tuple[float, float]]], device: torch.device, overhead_s: float
-) -> None:
-    """All forwards, then all backwards in the other order: what a backward reads was written a while ago.
-
-    Stages that fail are dropped.
-    """
-    found: dict[int, tuple[float, list[Any]]] = {}
-    for number, stage in list(stages.items()):
+def _tried(given: Mapping[int, _Given], run: Callable[[_Given], _Result]) -> dict[int, _Result]:
+    """What `run` makes of each, without those that fail: made-up data may be refused in any way."""
+    found = {}
+    for number, item in given.items():
         try:
-            found[number] = _forward(stage, device)
-        except Exception as failure:  # made-up data may be refused in any way
-            _LOG.debug("a stage cannot be run on made-up data: %s", failure)
-            del stages[number]
-    for number in reversed(list(found)):
-        forward_s, roots = found.pop(number)
-        try:
-            times[number].append((forward_s, max(_backward(roots, device) - overhead_s, 0.0)))
-        except Exception as failure:  # as above
-            _LOG.debug("a stage cannot be run on made-up data: %s", failure)
-            del stages[number]
+            found[number] = run(item)
+        except Exception as failure:
+            _LOG.debug("a stage cannot be made up or run on made-up data: %s", failure)
+    return found
 
 
-def _forward(stage: TrialStage, device: torch.device) -> tuple[float, list[Any]]:
+def _forward(device: torch.device, stage: TrialStage) -> tuple[float, list[Any]]:
+    """Its seconds, and what the backward starts from."""
     for value in stage.values:
         value.grad = None
     with torch.enable_grad(), autocast_as_it_was(device.type):
@@ -85,7 +78,8 @@ def _forward(stage: TrialStage, device: torch.device) -> tuple[float, list[Any]]
         return _now(device) - began_s, roots
 
 
-def _backward(roots: list[Any], device: torch.device) -> float:
+def _backward(device: torch.device, forward: tuple[float, list[Any]]) -> float:
+    _, roots = forward
     gradients = [torch.ones_like(root) for root in roots]
     began_s = _now(device)
     if roots:

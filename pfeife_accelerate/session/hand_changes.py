@@ -33,14 +33,17 @@ class HandChanges:
 
     def note_moment(self, models: Iterable[PipelinedModel]) -> None:
         """All ranks share this moment and have come to it: a schedule, a barrier."""
-        self._past, self._copies = [], {}
-        self._marks = {id(p): _mark(p) for model in models for p in model.placement.placed.values()}
+        self._past = []
+        self._begin(models)
 
     def note_step(self, models: Iterable[PipelinedModel]) -> None:
         """An optimizer's step, which all ranks share, each at its own time: others may still read before it."""
-        past = [self._copies, *self._past]
-        self.note_moment(models)
-        self._past = past
+        self._past.insert(0, self._copies)
+        self._begin(models)
+
+    def _begin(self, models: Iterable[PipelinedModel]) -> None:
+        self._copies = {}
+        self._marks = {id(p): _mark(p) for model in models for p in model.placement.placed.values()}
 
     def keep_copies(self, models: Iterable[PipelinedModel]) -> None:
         """This rank's script reads parameters of other ranks: these may read its own, and be slower."""
@@ -55,14 +58,13 @@ class HandChanges:
 
         Raises: PfeifeError PF544 if the script has changed it by hand since, and no copy was kept.
         """
-        state = model.states.get(name)
         parameter = model.placement.placed.get(name)
         if steps_before > 0:
             return self._past[steps_before - 1].get(id(parameter)) if steps_before <= len(self._past) else None
         if id(parameter) in self._copies:
             return self._copies[id(parameter)]  # also where a change through `.data` has left no trace
         if parameter is None or self._marks.get(id(parameter), _mark(parameter)) == _mark(parameter):
-            return state
+            return model.states.get(name)
         raise PfeifeError(
             id="PF544",
             what=f"{name!r} was asked for too late: the script on the rank that has it has changed it by hand",

@@ -63,15 +63,21 @@ def test_nodes_keep_their_value_and_one_frame_and_the_graph_no_sources():
         assert line is not None and "in forward: return torch.tanh(self.layer(x))  # the line" in line
 
 
-def test_a_capture_that_is_superseded_is_let_go(monkeypatch):
-    pieces: list[weakref.ref[backend.Piece]] = []
+@pytest.fixture
+def pieces(monkeypatch) -> list[weakref.ref[backend.Piece]]:
+    """All that are captured, in order, as far as they live."""
+    found: list[weakref.ref[backend.Piece]] = []
     made = backend.Piece.__init__
 
     def noted(self: backend.Piece, gm: torch.fx.GraphModule) -> None:
         made(self, gm)
-        pieces.append(weakref.ref(self))
+        found.append(weakref.ref(self))
 
     monkeypatch.setattr(backend.Piece, "__init__", noted)
+    return found
+
+
+def test_a_capture_that_is_superseded_is_let_go(pieces):
     capture = ModelCapture(RowsOfTwo(), CPU)
     call = capture.call((torch.randn(8, 4), torch.randn(8, 2, 2)), {}, None)
     assert call.graph.refusal is None
@@ -81,6 +87,20 @@ def test_a_capture_that_is_superseded_is_let_go(monkeypatch):
     assert [piece() is not None for piece in pieces] == [False, True]
     again = capture.call((torch.randn(8, 4), torch.randn(8, 2, 2)), {}, None)
     assert again.graph is call.graph and len(pieces) == number
+
+
+def test_a_capture_with_equal_rows_that_does_not_help_is_let_go(pieces):
+    class Mixing(RowsOfTwo):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, y) * self.layer(x.mean(0))
+
+    capture = ModelCapture(Mixing(), CPU)
+    given = torch.randn(8, 4), torch.randn(8, 2, 2)
+    call = capture.call(given, {}, None)
+    assert call.graph.refusal is not None and len(pieces) == 2
+    gc.collect()
+    assert [piece() is not None for piece in pieces] == [True, False]
+    assert capture.call(given, {}, None).graph is call.graph and len(pieces) == 2
 
 
 def test_lines_of_files_are_forgotten_and_those_without_a_file_are_not(tmp_path):
