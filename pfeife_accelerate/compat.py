@@ -156,6 +156,17 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def is_accumulated(node: Any) -> bool | None:
+    """Within a backward: whether it adds to the `.grad` of the leaf that this node (`AccumulateGrad`) stands for.
+
+    None where `torch.autograd.grad` wants the leaf's gradient for itself (torch 2.0 - 2.14: that raises).
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
 def mark_batch_dynamic(tensor: torch.Tensor, dim: int = 0) -> None:
     """Ask Dynamo for a symbolic size in a dimension unless the code fixes it (torch 2.1 to 2.14)."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -18,10 +18,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from pfeife_accelerate.capture.fused_accumulation import accumulating_linear
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, mutates, target_name, tensors_in
 from pfeife_accelerate.capture.regions import region_of
-from pfeife_accelerate.capture.weight_gradients import weights_of
+from pfeife_accelerate.capture.weight_gradients import adds_in_product, weights_of
 from pfeife_accelerate.compat import FakeTensor, storage_id, under_transforms
 from pfeife_accelerate.ir import TensorSpec
 from pfeife_accelerate.ir.costs import MeasurableOp, Operand, OperandRole, PreparedOp
@@ -152,14 +153,15 @@ class _Reader:
         example = node.meta.get("example_value")
         outputs = list(tensors_in(example)) or list(tensors_in(changed.meta.get("example_value") if changed else None))
         needs_grad = any(tensor.requires_grad for tensor in outputs)
-        text = f"{_target_text(node.target)}({self._text(node.args)};{self._text(node.kwargs)})"
+        target = accumulating_linear if adds_in_product(self.graph, node) else node.target
+        text = f"{_target_text(target)}({self._text(node.args)};{self._text(node.kwargs)})"
         mode = f"{autocast.device_type}:{autocast.dtype}" if autocast.enabled else "no"
         return MeasurableOp(
             key=f"{text} grad={needs_grad} autocast={mode}",
             target=target_name(node),
             reads=tuple(reads),
             writes=tuple(self._operand(tensor, OperandRole.ACTIVATION) for tensor in outputs),
-            prepare=partial(_prepare, node, self.values, changed, self.device)
+            prepare=partial(_prepare, node, target, self.values, changed, self.device)
             if all(map(_can_be_made, outputs))
             else _refuse_to_prepare,
             context=partial(_mode, autocast, needs_grad),
@@ -255,7 +257,9 @@ def _refuse_to_prepare() -> PreparedOp:
     raise NotMeasurable("its results exist under torch.vmap or its kin alone")
 
 
-def _prepare(node: fx.Node, values: Mapping[fx.Node, Any], changed: fx.Node | None, device: torch.device) -> PreparedOp:
+def _prepare(
+    node: fx.Node, target: Any, values: Mapping[fx.Node, Any], changed: fx.Node | None, device: torch.device
+) -> PreparedOp:
     real = {read: _made(value, device) for read, value in values.items()}
     given = dict(real)
     if changed is not None:  # a leaf that wants a gradient must not be changed in place
@@ -264,7 +268,7 @@ def _prepare(node: fx.Node, values: Mapping[fx.Node, Any], changed: fx.Node | No
     args = map_arg(node.args, given.__getitem__)
     kwargs = map_arg(node.kwargs, given.__getitem__)
     reads = tuple(tensor for value in real.values() for tensor in tensors_in(value))
-    return PreparedOp(run=_call(node.target, args, kwargs), reads=reads)
+    return PreparedOp(run=_call(target, args, kwargs), reads=reads)
 
 
 def _call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:

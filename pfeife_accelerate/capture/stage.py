@@ -24,12 +24,13 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from pfeife_accelerate.capture.compiled import Compilation, opaque
+from pfeife_accelerate.capture.fused_accumulation import accumulating_linear
 from pfeife_accelerate.capture.graph import NO_MODES, CapturedGraph, Modes, PlaceholderKind
 from pfeife_accelerate.capture.nodes import autocast_step, inputs_of, is_training_batch_norm, mutates, tensors_in
 from pfeife_accelerate.capture.random_operation import with_own_numbers
 from pfeife_accelerate.capture.regions import Region, region_of
 from pfeife_accelerate.capture.repetition import changing_reads, is_repeatable
-from pfeife_accelerate.capture.weight_gradients import putting_off, weights_of
+from pfeife_accelerate.capture.weight_gradients import adds_in_product, putting_off, weights_of
 from pfeife_accelerate.compat import AUTOCAST_EXIT, SET_GRAD_ENABLED, storage_id
 from pfeife_accelerate.ir.program import InputKind, Repetition, StageInput, StageProgram
 
@@ -223,6 +224,8 @@ class _Maker:
         if node in self._weights:
             call, reads = putting_off(node, self._weights[node])
             return self._graph.call_function(call, (self._later, *(self._copies[read] for read in reads)))
+        if self._compilation is None and adds_in_product(self.captured, node):
+            return self._graph.call_function(accumulating_linear, fx.map_arg(node.args, self._copies.__getitem__))
         if node not in self._numbers:
             return self._graph.node_copy(node, self._copies.__getitem__)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._copies.__getitem__)

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
+from pfeife_accelerate.capture.fused_accumulation import add_product, is_plain_leaf
 from pfeife_accelerate.capture.graph import CapturedGraph, PlaceholderKind
 from pfeife_accelerate.capture.nodes import inputs_of, mutates, target_name
 from pfeife_accelerate.capture.regions import region_of
-from pfeife_accelerate.compat import has_gradient_hooks, pytree
+from pfeife_accelerate.compat import pytree
 
-__all__ = ["Later", "putting_off", "weights_of"]
+__all__ = ["Later", "adds_in_product", "putting_off", "weights_of"]
 
 #: What is to be computed later, in any order.
 Later: TypeAlias = list[Callable[[], None]]
@@ -57,6 +58,16 @@ def weights_of(graph: CapturedGraph, node: fx.Node) -> tuple[fx.Node, ...]:
     if not any(_is_wanting(graph, factor) for factor in _factors(node)):
         return ()
     return tuple(read for read in inputs_of(node) if _is_wanting(graph, read))
+
+
+def adds_in_product(graph: CapturedGraph, node: fx.Node) -> bool:
+    """Whether the operation is a linear layer whose weight's gradient can be added within the product."""
+    return _is_linear(node) and node.args[1] in weights_of(graph, node)
+
+
+def _is_linear(node: fx.Node) -> bool:
+    are_values = (isinstance(argument, fx.Node) for argument in node.args if argument is not None)  # the bias may be
+    return node.target is F.linear and not node.kwargs and all(are_values)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
@@ -94,12 +105,11 @@ def putting_off(node: fx.Node, weights: tuple[fx.Node, ...]) -> tuple[Callable[.
         args, kwargs = pytree.tree_unflatten(given, structure)
         return target(*args, **kwargs)
 
-    is_linear = node.target is F.linear and not node.kwargs and places == list(range(len(node.args)))
     positions = tuple(place for place, read in enumerate(reads) if read in weights)
-    is_linear = is_linear and positions in ((1,), (1, 2)) and len(reads) in (2, 3) and len(reads) == len(positions) + 1
+    is_linear = _is_linear(node) and positions in ((1,), (1, 2)) and len(reads) == len(positions) + 1
 
     def call(later: Later | None, *values: Any) -> torch.Tensor:
-        if later is None or not torch.is_grad_enabled() or not all(_is_plain(values[p]) for p in positions):
+        if later is None or not torch.is_grad_enabled() or not all(is_plain_leaf(values[p]) for p in positions):
             return run(*values)  # type: ignore[no-any-return]
         if is_linear and not values[1].is_complex() and values[1].dim() == 2:
             return _Linear.apply(later, *_cast(values), *values)  # type: ignore[no-any-return]
@@ -111,12 +121,6 @@ def putting_off(node: fx.Node, weights: tuple[fx.Node, ...]) -> tuple[Callable[.
 
 def _method(name: str, this: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(this, name)(*args, **kwargs)
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    """Whether its gradient can be added to `.grad` without anybody's noticing when."""
-    is_leaf = weight.requires_grad and weight.is_leaf
-    return is_leaf and type(weight) in (torch.nn.Parameter, torch.Tensor) and not has_gradient_hooks(weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,13 +204,15 @@ class _Linear(torch.autograd.Function):
 def _add_gradients(rows: torch.Tensor, value: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> None:
     weight, *bias = parameters
     with torch.no_grad():
-        _add(weight, rows.t().mm(value.reshape(-1, value.shape[-1])))
+        _add(weight, add_product(weight, rows.t(), value.reshape(-1, value.shape[-1])))
         if bias:
             _add(bias[0], rows.sum(0))
 
 
-def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def _add(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """As autograd accumulates: in place; the first one is taken as it is if it lies in memory as the parameter does."""
+    if gradient is None:
+        return
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is not None:
         parameter.grad += gradient
