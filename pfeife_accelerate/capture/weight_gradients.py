@@ -61,8 +61,13 @@ def weights_of(graph: CapturedGraph, node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def adds_in_product(graph: CapturedGraph, node: fx.Node) -> bool:
-    """Whether the operation is a linear layer whose weight's gradient can be added within the product."""
-    return _is_linear(node) and node.args[1] in weights_of(graph, node)
+    """Whether the operation is a linear layer whose weight's gradient can be added within the product.
+
+    Also in a region that is computed again, unless a context of the model's own is to see its operations.
+    """
+    region = region_of(node)
+    is_seen = node in graph.transformed or (region is not None and region.context_fn is not None)
+    return _is_linear(node) and not is_seen and _is_wanting(graph, node.args[1])
 
 
 def _is_linear(node: fx.Node) -> bool:

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from pfeife_accelerate.capture.measurable import measurable_ops
 from pfeife_accelerate.capture.model_capture import ModelCapture
 from pfeife_accelerate.capture.split import split
+from pfeife_accelerate.compat import storage_id
 from pfeife_accelerate.ir.program import InputKind
 
 pytestmark = pytest.mark.local
@@ -41,7 +43,7 @@ class Stage:
 
 
 class Made(TorchDispatchMode):
-    """Notes the shapes of all tensors that operations make."""
+    """Notes the shapes of all tensors that operations make in new memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +51,8 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_new = isinstance(result, torch.Tensor) and result._base is None and all(result is not a for a in args)
-        if is_new:
+        read = {storage_id(argument) for argument in args if isinstance(argument, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and storage_id(result) not in read:
             self.shapes.append(tuple(result.shape))
         return result
 
@@ -67,12 +69,24 @@ class Tied(nn.Module):
         return F.linear(torch.tanh(F.linear(torch.tanh(x + self.table((x > 0).long()[:, 0])), w)), w)
 
 
+class Again(nn.Module):
+    """Layers in a region that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(NARROW, WIDE), nn.Linear(WIDE, NARROW)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.second(torch.tanh(self.first(y))), torch.tanh(x), use_reentrant=False)
+
+
 MODELS = {
     "with a bias": lambda: nn.Sequential(nn.Linear(NARROW, WIDE), nn.Tanh(), nn.Linear(WIDE, NARROW)),
     "without": lambda: nn.Sequential(nn.Linear(NARROW, WIDE, bias=False), nn.Tanh()),
     "a frozen bias": lambda: _frozen(nn.Linear(NARROW, WIDE), "bias"),
     "a frozen weight": lambda: nn.Sequential(nn.Linear(NARROW, WIDE), _frozen(nn.Linear(WIDE, NARROW), "weight")),
     "read twice": Tied,
+    "computed again": Again,
     "too small": lambda: nn.Linear(NARROW, 2),
 }
 
@@ -134,6 +148,17 @@ def test_from_the_second_micro_batch_on_no_gradient_is_made(puts_off: bool, bias
         assert before is None or stage.model.weight.grad is before, "it is added to in place"
         found.append((WIDE, NARROW) in made.shapes)
     assert found == [True, False, False]
+
+
+def test_no_gradient_is_made_in_a_region_that_is_computed_again_either():
+    x = torch.randn(4, NARROW)
+    stage, found = Stage(Again(), x), []
+    for _ in range(2):
+        result = stage.run(x)
+        with Made() as made:
+            result.sum().backward()
+        found.append((WIDE, NARROW) in made.shapes or (NARROW, WIDE) in made.shapes)
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
