@@ -65,6 +65,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(value, weight)
+        ctx.parameter = weight  # what was saved may come back as another tensor, without its `.grad`
         return F.linear(value, weight, bias)
 
     @staticmethod
@@ -76,7 +77,7 @@ class _Linear(torch.autograd.Function):
         of_weight, factors = None, (rows.t(), value.reshape(-1, value.shape[-1]))
         match is_accumulated(ctx.next_functions[1][0]):
             case True:
-                of_weight = add_product(weight, *factors)
+                of_weight = add_product(ctx.parameter, *factors)
             case None:
                 of_weight = factors[0].mm(factors[1])
         return of_value, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
