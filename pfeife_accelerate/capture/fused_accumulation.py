@@ -58,7 +58,7 @@ def _is_alike(total: torch.Tensor, factor: torch.Tensor) -> bool:
 
 
 def _is_worthwhile(weight: torch.Tensor) -> bool:
-    return weight.dim() == 2 and weight.numel() * weight.itemsize >= _WORTHWHILE_BYTES
+    return weight.dim() == 2 and weight.nbytes >= _WORTHWHILE_BYTES
 
 
 class _Linear(torch.autograd.Function):

@@ -209,15 +209,15 @@ class _Linear(torch.autograd.Function):
 def _add_gradients(rows: torch.Tensor, value: torch.Tensor, parameters: tuple[torch.Tensor, ...]) -> None:
     weight, *bias = parameters
     with torch.no_grad():
-        _add(weight, add_product(weight, rows.t(), value.reshape(-1, value.shape[-1])))
+        gradient = add_product(weight, rows.t(), value.reshape(-1, value.shape[-1]))
+        if gradient is not None:
+            _add(weight, gradient)
         if bias:
             _add(bias[0], rows.sum(0))
 
 
-def _add(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """As autograd accumulates: in place; the first one is taken as it is if it lies in memory as the parameter does."""
-    if gradient is None:
-        return
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is not None:
         parameter.grad += gradient
